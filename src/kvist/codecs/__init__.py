@@ -1,0 +1,1 @@
+"""Formats of K and V bytes inside a block."""

@@ -1,0 +1,146 @@
+"""What the user asked for: frozen, validated on its own, ``None`` meaning "choose for me".
+
+Responsible for the names, defaults, units and help texts of every user-visible option; the command line is generated
+from these dataclasses. Knows nothing of the machine or the model: ``kvist.plan`` turns a configuration into an
+``EnginePlan``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from kvist.errors import ConfigError
+from kvist.spec import CODEC_BITS
+
+OnOff = Literal["on", "off"]
+
+
+def option(default: Any, help_text: str, **extra: Any) -> Any:  # Any: the declared field type is the real one
+    """Return a dataclass field with the help text that the command line shows.
+
+    Args:
+        default: Value when the user says nothing; None means "choose for me".
+        help_text: One line; the unit is in the field's name.
+        extra: ``choices`` (tuple of str) limits a string option.
+    """
+    return field(default=default, metadata={"help": help_text, **extra})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model, and in which precision it computes."""
+
+    model: str = option("smollm2-135m", "known name (kvist pull --list), hub id, folder, or .gguf file")
+    dtype: str = option("auto", "precision of weights and activations", choices=("auto", "float32", "bfloat16"))
+    max_context: int | None = option(None, "tokens per request at most, prompt and output; default: the model's own limit")
+    threads: int | None = option(None, "CPU threads; default: the CPUs this process may use")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The KV cache: how much memory, in which precision, shared or not."""
+
+    memory_gib: float | None = option(None, "memory for KV blocks in GiB; default: a fraction of what is free")
+    block_size: int = option(64, "tokens per block")
+    kv_cache_dtype: str = option("auto", "codec of KV blocks", choices=("auto", *CODEC_BITS))
+    prefix_cache: str = option("on", "reuse the blocks of equal prefixes", choices=("on", "off"))
+    kv_cache: str = option("on", "off: keep no K and V at all and recompute everything for every token", choices=("on", "off"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """How requests share the engine."""
+
+    schedule: str = option("fcfs", "order of waiting requests", choices=("fcfs",))
+    max_batch_tokens: int = option(512, "token positions computed in one step at most")
+    max_running: int = option(64, "requests running at once at most")
+    max_queue: int = option(1024, "requests waiting at most; more are refused with 429")
+    reserve_tokens: int = option(256, "output tokens reserved at admission for a request that sets no max_tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything the engine can be told."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    def __post_init__(self) -> None:
+        for group in (self.model, self.cache, self.scheduler):
+            check_choices(group)
+        _check_at_least(self.cache.block_size, 1, "--block-size")
+        _check_at_least(self.scheduler.max_batch_tokens, 1, "--max-batch-tokens")
+        _check_at_least(self.scheduler.max_running, 1, "--max-running")
+        _check_at_least(self.scheduler.max_queue, 1, "--max-queue")
+        _check_at_least(self.scheduler.reserve_tokens, 1, "--reserve-tokens")
+        if self.model.max_context is not None:
+            _check_at_least(self.model.max_context, 2, "--max-context")
+        if self.model.threads is not None:
+            _check_at_least(self.model.threads, 1, "--threads")
+        if self.cache.memory_gib is not None and not 0.0 < self.cache.memory_gib < float("inf"):
+            msg = f"[config] --memory-gib must be a positive number, received {self.cache.memory_gib}"
+            raise ConfigError(msg)
+
+    @classmethod
+    def from_options(cls, **options: Any) -> EngineConfig:  # Any: values are checked against the fields below
+        """Build a configuration from flat option names, as keyword arguments or command-line flags give them.
+
+        Raises:
+            ConfigError: An option is unknown (with a suggestion) or its value is invalid.
+        """
+        groups = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
+        owners = {f.name: group for group, kind in groups.items() for f in dataclasses.fields(kind)}
+        values: dict[str, dict[str, Any]] = {group: {} for group in groups}  # Any: see above
+        for name, value in options.items():
+            if name not in owners:
+                close = difflib.get_close_matches(name, owners, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else f"; known options: {', '.join(sorted(owners))}"
+                msg = f"[config] unknown option {name!r}{hint}"
+                raise ConfigError(msg)
+            values[owners[name]][name] = value
+        return cls(
+            model=ModelConfig(**values["model"]),
+            cache=CacheConfig(**values["cache"]),
+            scheduler=SchedulerConfig(**values["scheduler"]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The HTTP front end."""
+
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on; 0 picks a free one")
+    api_key: tuple[str, ...] = option((), "API key that is accepted; repeatable. Each key has a private cache namespace")
+    api_key_file: str | None = option(None, "file with one API key a line")
+    served_name: str | None = option(None, "model name in requests and /v1/models; default: the name given as --model")
+    max_body_mib: float = option(8.0, "request bodies larger than this are refused with 413, in MiB")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            msg = f"[config] --port must be in [0, 65535], received {self.port}"
+            raise ConfigError(msg)
+        if not 0.0 < self.max_body_mib <= 1024.0:
+            msg = f"[config] --max-body-mib must be in (0, 1024], received {self.max_body_mib}"
+            raise ConfigError(msg)
+
+
+def check_choices(group: object) -> None:
+    """Raise ConfigError if a field of the dataclass instance holds a value outside its ``choices``."""
+    for f in dataclasses.fields(group):  # type: ignore[arg-type]  # every caller passes a dataclass instance
+        choices = f.metadata.get("choices")
+        value = getattr(group, f.name)
+        if choices and value not in choices:
+            flag = f"--{f.name.replace('_', '-')}"
+            msg = f"[config] {flag} must be one of {', '.join(choices)}, received {value!r}"
+            raise ConfigError(msg)
+
+
+def _check_at_least(value: int, minimum: int, flag: str) -> None:
+    if value < minimum:
+        msg = f"[config] {flag} must be at least {minimum}, received {value}"
+        raise ConfigError(msg)

@@ -1,0 +1,1 @@
+"""The step loop and its front ends: the only package that sees both planes."""

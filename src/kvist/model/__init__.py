@@ -1,0 +1,1 @@
+"""One config-driven decoder, its weights and its tokeniser."""

@@ -1,0 +1,1 @@
+"""From a plan to the sampled tokens: inputs, forward pass, logits, sampler."""

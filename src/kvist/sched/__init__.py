@@ -1,0 +1,1 @@
+"""The scheduler: which token positions to compute in the next step, in plain integers. Never imports torch."""

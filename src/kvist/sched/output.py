@@ -1,0 +1,100 @@
+"""The boundary between the two planes: the plan of one step, and its result.
+
+Responsible for the frozen values that the scheduler hands to the runner and gets back. The runner keeps no state per
+request: everything it needs is in the plan. Knows no tensors and no policy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvist.types import BlockId, RequestId, SamplingParams, TokenId, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCopy:
+    """Copy the first positions of one block into another, all layers, before anything is computed.
+
+    Copies run in plan order; a later copy may overwrite the source of an earlier one.
+    """
+
+    source: BlockId
+    target: BlockId
+    num_tokens: int
+    """Leading positions to copy, [1, block_size]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleSpec:
+    """How to choose the next token of one sequence."""
+
+    params: SamplingParams
+    seed: int
+    """Seed of this sequence; the draw depends on it and on output_index alone, so batching and preemption change nothing."""
+    output_index: int
+    """Index of the output token being chosen, from 0."""
+    prompt_token_ids: tuple[TokenId, ...] = ()
+    """The prompt; only filled in when params.needs_history."""
+    output_token_ids: tuple[TokenId, ...] = ()
+    """Output so far; only filled in when params.needs_history."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledSequence:
+    """The part of one sequence that a step computes.
+
+    Positions ``[start, start + len(token_ids))`` are computed; ``[0, start)`` are in the blocks already.
+    """
+
+    request_id: RequestId
+    start: int
+    """Position of the first token computed, >= 0."""
+    token_ids: tuple[TokenId, ...]
+    """Tokens at the computed positions; at least one."""
+    block_table: tuple[BlockId, ...]
+    """Blocks of the sequence in order; covers start + len(token_ids) positions."""
+    sample: SampleSpec | None
+    """Set when the last computed position is the sequence's last token, so that the next one is to be chosen."""
+
+    @property
+    def context_len(self) -> int:
+        """Positions that have K and V after this step."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """Everything one step does. The runner needs nothing else."""
+
+    step_index: int
+    copies: tuple[BlockCopy, ...]
+    """Block copies to carry out first, in this order."""
+    sequences: tuple[ScheduledSequence, ...]
+    """At least one; each request at most once."""
+
+    @property
+    def num_batch_tokens(self) -> int:
+        """Token positions computed in the step."""
+        return sum(len(sequence.token_ids) for sequence in self.sequences)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledToken:
+    """The token chosen for one sequence."""
+
+    token_id: TokenId
+    logprobs: TokenLogprobs | None = None
+    """Set when the sequence's params asked for log-probabilities."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What the runner gives back for one plan."""
+
+    step_index: int
+    samples: Mapping[RequestId, SampledToken]
+    """One entry for each scheduled sequence with ``sample`` set."""

@@ -1,0 +1,1 @@
+"""The HTTP front end, compatible with OpenAI's clients."""

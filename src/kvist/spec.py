@@ -1,0 +1,177 @@
+"""What a model looks like, and what its KV cache weighs: pure numbers.
+
+Responsible for the decoder's description (``ModelSpec``), the byte sizes of KV blocks (``KVSpec``) and the weights'
+parameter count. Knows no file format, no tensor library and no memory limit.
+
+Dimension letters are those of docs/architecture.md: L layers, H query heads, K KV heads, D head dim, V vocabulary,
+P positions per block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvist.errors import ConfigError
+
+GIB = 1024**3
+"""Bytes in one GiB."""
+
+
+class Activation(Enum):
+    """Gate activation of the feed-forward block."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"
+    GELU = "gelu"
+
+
+class RopeScaling(Enum):
+    """How rotary frequencies are stretched for long contexts."""
+
+    NONE = "none"
+    LINEAR = "linear"
+    """All frequencies divided by ``factor``."""
+    LLAMA3 = "llama3"
+    """Low frequencies divided, high ones kept, a ramp between (Llama 3.1)."""
+    YARN = "yarn"
+    """NTK-by-parts ramp plus attention temperature (Peng et al. 2023)."""
+    DYNAMIC = "dynamic"
+    """Dynamic NTK; equals NONE up to the original context, which is the limit Kvist then enforces."""
+    FACTORS = "factors"
+    """One explicit divisor per frequency (longrope, GGUF ``rope_freqs``)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """One rotary position embedding."""
+
+    base: float
+    """Theta."""
+    dim: int
+    """Rotated leading dimensions of each head, even, <= head_dim."""
+    scaling: RopeScaling = RopeScaling.NONE
+    factor: float = 1.0
+    original_max_context_len: int = 0
+    """Context the model was trained at before stretching; 0 when scaling does not use it."""
+    low_freq_factor: float = 1.0
+    """LLAMA3 only."""
+    high_freq_factor: float = 4.0
+    """LLAMA3 only."""
+    beta_fast: float = 32.0
+    """YARN only."""
+    beta_slow: float = 1.0
+    """YARN only."""
+    attention_factor: float = 1.0
+    """Multiplies cos and sin (YARN, FACTORS)."""
+    truncate: bool = True
+    """YARN only: round the ramp's ends to whole dimensions."""
+    factors: tuple[float, ...] = ()
+    """FACTORS only: dim / 2 divisors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """What may differ from layer to layer."""
+
+    rope_index: int | None = 0
+    """Index into ModelSpec.ropes; None: no rotary embedding in this layer (NoPE)."""
+    window: int | None = None
+    """Sliding window: a query attends to itself and the window - 1 positions before it; None: to all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """One decoder-only transformer, whatever its family. The forward pass is driven by this alone."""
+
+    architecture: str
+    """Family, for messages and fingerprints only: ``llama``, ``mistral``, ``qwen2``, ``qwen3``, ``gemma3``."""
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    """Rows of the embedding."""
+    max_context_len: int
+    """Positions the model was made for."""
+    ropes: tuple[RopeSpec, ...]
+    layers: tuple[LayerSpec, ...]
+    """One per layer."""
+    norm_eps: float = 1e-6
+    activation: Activation = Activation.SILU
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+    """Bias on the attention output projection."""
+    has_mlp_bias: bool = False
+    has_qk_norm: bool = False
+    """RMSNorm over head_dim on q and k before RoPE."""
+    has_post_norms: bool = False
+    """RMSNorm on the output of attention and of the feed-forward block, before the residual addition (Gemma)."""
+    has_tied_embeddings: bool = False
+    embedding_scale: float = 1.0
+    """Multiplies embedding rows (Gemma: sqrt(hidden_size))."""
+    attention_scale: float = 0.0
+    """Multiplies q.k; always filled in by the readers (usually head_dim ** -0.5)."""
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.layers) != self.num_layers:
+            msg = f"[spec] expected one LayerSpec per layer, received {len(self.layers)} for {self.num_layers=}"
+            raise ConfigError(msg)
+        if self.num_heads % self.num_kv_heads:
+            msg = f"[spec] num_heads must be a multiple of num_kv_heads, received {self.num_heads=}, {self.num_kv_heads=}"
+            raise ConfigError(msg)
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights in all; tied embeddings are counted once."""
+        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        norms = self.hidden_size * (4 if self.has_post_norms else 2)
+        norms += 2 * self.head_dim if self.has_qk_norm else 0
+        bias = self.head_dim * (self.num_heads + 2 * self.num_kv_heads) if self.has_qkv_bias else 0
+        bias += self.hidden_size if self.has_output_bias else 0
+        bias += 2 * self.intermediate_size + self.hidden_size if self.has_mlp_bias else 0
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.has_tied_embeddings else 2)
+        return self.num_layers * (attention + mlp + norms + bias) + embeddings + self.hidden_size
+
+
+CODEC_BITS: dict[str, int] = {"raw16": 16, "float32": 32}
+"""Bits per stored K or V value of each codec, metadata included. ``raw16`` is bfloat16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVSpec:
+    """Shape of one KV block: K and V of all layers for ``block_size`` positions, one contiguous byte range.
+
+    Layout: ``(L, 2, K, P, D)``, row-major; index 0 of the second axis is K, 1 is V (docs/formats/kv_block.md).
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int = 64
+    codec: str = field(default="raw16")
+
+    def __post_init__(self) -> None:
+        if self.codec not in CODEC_BITS:
+            msg = f"[spec] codec must be one of {', '.join(CODEC_BITS)}, received {self.codec!r}; set --kv-cache-dtype"
+            raise ConfigError(msg)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of K and V of one position over all layers."""
+        values = 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return values * CODEC_BITS[self.codec] // 8
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return self.token_bytes * self.block_size
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold ``num_tokens`` positions."""
+        return -(-num_tokens // self.block_size)

@@ -1,0 +1,172 @@
+"""Values that cross package boundaries: ids, sampling parameters, results.
+
+Responsible for the vocabulary shared by the control plane, the data plane, the engine and its front ends. Knows no
+tensor library and no HTTP. Everything here is immutable.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, NewType
+
+from kvist.errors import InvalidSamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+TokenId = NewType("TokenId", int)
+"""Integer in ``[0, vocab_size)``."""
+BlockId = NewType("BlockId", int)
+"""Index of a block in its arena, ``[0, num_blocks)``."""
+RequestId = NewType("RequestId", str)
+"""Identity of one sequence inside the engine (a client call with ``n > 1`` makes several)."""
+BlockHash = NewType("BlockHash", bytes)
+"""32-byte identity of a block and its whole prefix."""
+
+MAX_LOGPROBS = 20
+"""Largest number of alternatives per position, as OpenAI's ``top_logprobs`` allows."""
+
+
+class FinishReason(Enum):
+    """Why a sequence ended. The value is OpenAI's ``finish_reason`` where one exists."""
+
+    STOP = "stop"
+    """End-of-sequence token, stop token or stop string."""
+    LENGTH = "length"
+    """``max_tokens`` or the context limit was reached."""
+    ABORT = "abort"
+    """The client went away or cancelled."""
+    ERROR = "error"
+    """The engine could not continue; the stream raises the cause."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose output tokens, and when to stop. Validated at construction.
+
+    Raises:
+        InvalidSamplingParams: A value is outside the range stated beside its field.
+    """
+
+    max_tokens: int | None = None
+    """Output tokens at most, >= 0; None: up to the context limit. 0 computes the prompt and generates nothing."""
+    temperature: float = 1.0
+    """0 is greedy; otherwise logits are divided by it. [0, 2]."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches this. (0, 1]."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this times the most likely one. [0, 1]."""
+    seed: int | None = None
+    """Makes sampling repeatable, alone or in any batch; None draws one. [0, 2**63)."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens seen in prompt or output (CTRL). (0, 10]."""
+    presence_penalty: float = 0.0
+    """Subtracted from logits of tokens seen in the output. [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Subtracted per occurrence in the output. [-2, 2]."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of the given token ids. Values in [-100, 100]."""
+    logprobs: int | None = None
+    """Alternatives reported per output token, [0, 20]; None reports no log-probabilities. They are those of the model's own
+    distribution, before bias, penalties, temperature and truncation."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the output; not part of it. Up to 16, none empty."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the output, beside the model's end-of-sequence ids; not part of the text."""
+    ignore_eos: bool = False
+    """Go on after the model's end-of-sequence token (``stop`` and ``stop_token_ids`` still end it)."""
+    n: int = 1
+    """Sequences generated from one prompt, sharing its blocks. [1, 128]."""
+
+    def __post_init__(self) -> None:
+        _check(self.max_tokens is None or self.max_tokens >= 0, "max_tokens", self.max_tokens, ">= 0")
+        _check_range("temperature", self.temperature, 0.0, 2.0)
+        _check(self.top_k >= 0, "top_k", self.top_k, ">= 0 (0 keeps all)")
+        _check(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "in (0, 1]")
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check(self.seed is None or 0 <= self.seed < 2**63, "seed", self.seed, "in [0, 2**63)")
+        _check(0.0 < self.repetition_penalty <= 10.0, "repetition_penalty", self.repetition_penalty, "in (0, 10]")
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        for bias in self.logit_bias.values():
+            _check_range("logit_bias", bias, -100.0, 100.0)
+        _check(
+            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", self.logprobs, f"in [0, {MAX_LOGPROBS}]"
+        )
+        _check(len(self.stop) <= 16, "stop", len(self.stop), "at most 16 strings")
+        _check(all(self.stop), "stop", "an empty string", "non-empty strings")
+        _check(1 <= self.n <= 128, "n", self.n, "in [1, 128]")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether choosing a token looks at earlier tokens."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _check(is_valid: object, name: str, value: object, expected: str) -> None:
+    if not is_valid:
+        raise InvalidSamplingParams(f"[sampling] {name} must be {expected}, received {value}", param=name)
+
+
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    is_valid = math.isfinite(value) and low <= value <= high
+    _check(is_valid, name, value, f"in [{low:g}, {high:g}]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Log-probabilities at one output position."""
+
+    token_id: TokenId
+    """The chosen token."""
+    logprob: float
+    """Natural log of its probability under the model's own distribution."""
+    top: tuple[tuple[TokenId, float], ...] = ()
+    """The most likely alternatives, most likely first; as many as were asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens that one sequence cost."""
+
+    num_prompt_tokens: int
+    """Given by the client."""
+    num_cached_tokens: int
+    """Prompt tokens served from the cache at first admission; a subset of num_prompt_tokens."""
+    num_computed_tokens: int
+    """Token positions computed for this sequence in all, recomputation after preemption included."""
+    num_output_tokens: int
+    """Produced, the end-of-sequence token included."""
+    num_preemptions: int = 0
+    """Times the sequence lost its blocks and was recomputed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputChunk:
+    """What one step added to one sequence of a request."""
+
+    request_id: str
+    """The client call, shared by its n sequences."""
+    index: int
+    """Which of the call's n sequences, [0, n)."""
+    text: str = ""
+    """New text; whole characters only, and never the beginning of a stop string."""
+    token_ids: tuple[TokenId, ...] = ()
+    """New token ids (the text of the last ones may follow in a later chunk)."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One entry per new token id when asked for, else empty."""
+    finish_reason: FinishReason | None = None
+    """Set on the last chunk of the sequence."""
+    stop_reason: str | int | None = None
+    """The stop string or stop token id that ended it, if one of the request's own did."""
+    usage: Usage | None = None
+    """Set on the last chunk of the sequence."""
