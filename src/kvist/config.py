@@ -10,15 +10,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from kvist.errors import ConfigError
 from kvist.spec import CODEC_BITS
 
-OnOff = Literal["on", "off"]
 
-
-def option(default: Any, help_text: str, **extra: Any) -> Any:  # Any: the declared field type is the real one
+# Any: the declared type of the field is the real one.
+def option(default: Any, help_text: str, **extra: Any) -> Any:  # noqa: ANN401
     """Return a dataclass field with the help text that the command line shows.
 
     Args:
@@ -33,9 +32,15 @@ def option(default: Any, help_text: str, **extra: Any) -> Any:  # Any: the decla
 class ModelConfig:
     """Which model, and in which precision it computes."""
 
-    model: str = option("smollm2-135m", "known name (kvist pull --list), hub id, folder, or .gguf file")
-    dtype: str = option("auto", "precision of weights and activations", choices=("auto", "float32", "bfloat16"))
-    max_context: int | None = option(None, "tokens per request at most, prompt and output; default: the model's own limit")
+    model: str = option(
+        "smollm2-135m", "known name (kvist pull --list), hub id, folder, or .gguf file"
+    )
+    dtype: str = option(
+        "auto", "precision of weights and activations", choices=("auto", "float32", "bfloat16")
+    )
+    max_context: int | None = option(
+        None, "tokens per request at most, prompt and output; default: the model's own limit"
+    )
     threads: int | None = option(None, "CPU threads; default: the CPUs this process may use")
 
 
@@ -43,11 +48,17 @@ class ModelConfig:
 class CacheConfig:
     """The KV cache: how much memory, in which precision, shared or not."""
 
-    memory_gib: float | None = option(None, "memory for KV blocks in GiB; default: a fraction of what is free")
+    memory_gib: float | None = option(
+        None, "memory for KV blocks in GiB; default: a fraction of what is free"
+    )
     block_size: int = option(64, "tokens per block")
     kv_cache_dtype: str = option("auto", "codec of KV blocks", choices=("auto", *CODEC_BITS))
     prefix_cache: str = option("on", "reuse the blocks of equal prefixes", choices=("on", "off"))
-    kv_cache: str = option("on", "off: keep no K and V at all and recompute everything for every token", choices=("on", "off"))
+    kv_cache: str = option(
+        "on",
+        "off: keep no K and V at all and recompute everything for every token",
+        choices=("on", "off"),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +69,9 @@ class SchedulerConfig:
     max_batch_tokens: int = option(512, "token positions computed in one step at most")
     max_running: int = option(64, "requests running at once at most")
     max_queue: int = option(1024, "requests waiting at most; more are refused with 429")
-    reserve_tokens: int = option(256, "output tokens reserved at admission for a request that sets no max_tokens")
+    reserve_tokens: int = option(
+        256, "output tokens reserved at admission for a request that sets no max_tokens"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +95,13 @@ class EngineConfig:
         if self.model.threads is not None:
             _check_at_least(self.model.threads, 1, "--threads")
         if self.cache.memory_gib is not None and not 0.0 < self.cache.memory_gib < float("inf"):
-            msg = f"[config] --memory-gib must be a positive number, received {self.cache.memory_gib}"
+            msg = (
+                f"[config] --memory-gib must be a positive number, received {self.cache.memory_gib}"
+            )
             raise ConfigError(msg)
 
     @classmethod
-    def from_options(cls, **options: Any) -> EngineConfig:  # Any: values are checked against the fields below
+    def from_options(cls, **options: Any) -> EngineConfig:  # noqa: ANN401  # checked against the fields
         """Build a configuration from flat option names, as keyword arguments or command-line flags give them.
 
         Raises:
@@ -94,11 +109,15 @@ class EngineConfig:
         """
         groups = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
         owners = {f.name: group for group, kind in groups.items() for f in dataclasses.fields(kind)}
-        values: dict[str, dict[str, Any]] = {group: {} for group in groups}  # Any: see above
+        values: dict[str, dict[str, Any]] = {group: {} for group in groups}
         for name, value in options.items():
             if name not in owners:
                 close = difflib.get_close_matches(name, owners, n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else f"; known options: {', '.join(sorted(owners))}"
+                hint = (
+                    f"; did you mean {close[0]!r}?"
+                    if close
+                    else f"; known options: {', '.join(sorted(owners))}"
+                )
                 msg = f"[config] unknown option {name!r}{hint}"
                 raise ConfigError(msg)
             values[owners[name]][name] = value
@@ -115,10 +134,16 @@ class ServerConfig:
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 picks a free one")
-    api_key: tuple[str, ...] = option((), "API key that is accepted; repeatable. Each key has a private cache namespace")
+    api_key: tuple[str, ...] = option(
+        (), "API key that is accepted; repeatable. Each key has a private cache namespace"
+    )
     api_key_file: str | None = option(None, "file with one API key a line")
-    served_name: str | None = option(None, "model name in requests and /v1/models; default: the name given as --model")
-    max_body_mib: float = option(8.0, "request bodies larger than this are refused with 413, in MiB")
+    served_name: str | None = option(
+        None, "model name in requests and /v1/models; default: the name given as --model"
+    )
+    max_body_mib: float = option(
+        8.0, "request bodies larger than this are refused with 413, in MiB"
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -83,19 +83,29 @@ class SamplingParams:
     """Sequences generated from one prompt, sharing its blocks. [1, 128]."""
 
     def __post_init__(self) -> None:
-        _check(self.max_tokens is None or self.max_tokens >= 0, "max_tokens", self.max_tokens, ">= 0")
+        _check(
+            self.max_tokens is None or self.max_tokens >= 0, "max_tokens", self.max_tokens, ">= 0"
+        )
         _check_range("temperature", self.temperature, 0.0, 2.0)
         _check(self.top_k >= 0, "top_k", self.top_k, ">= 0 (0 keeps all)")
         _check(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "in (0, 1]")
         _check_range("min_p", self.min_p, 0.0, 1.0)
         _check(self.seed is None or 0 <= self.seed < 2**63, "seed", self.seed, "in [0, 2**63)")
-        _check(0.0 < self.repetition_penalty <= 10.0, "repetition_penalty", self.repetition_penalty, "in (0, 10]")
+        _check(
+            0.0 < self.repetition_penalty <= 10.0,
+            "repetition_penalty",
+            self.repetition_penalty,
+            "in (0, 10]",
+        )
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         for bias in self.logit_bias.values():
             _check_range("logit_bias", bias, -100.0, 100.0)
         _check(
-            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", self.logprobs, f"in [0, {MAX_LOGPROBS}]"
+            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+            "logprobs",
+            self.logprobs,
+            f"in [0, {MAX_LOGPROBS}]",
         )
         _check(len(self.stop) <= 16, "stop", len(self.stop), "at most 16 strings")
         _check(all(self.stop), "stop", "an empty string", "non-empty strings")
@@ -109,12 +119,18 @@ class SamplingParams:
     @property
     def needs_history(self) -> bool:
         """Whether choosing a token looks at earlier tokens."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
 
 
 def _check(is_valid: object, name: str, value: object, expected: str) -> None:
     if not is_valid:
-        raise InvalidSamplingParams(f"[sampling] {name} must be {expected}, received {value}", param=name)
+        raise InvalidSamplingParams(
+            f"[sampling] {name} must be {expected}, received {value}", param=name
+        )
 
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:

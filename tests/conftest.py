@@ -1,0 +1,31 @@
+"""Fixtures shared by every test: the embedded model and the public data, each skipping with the reason."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvist.errors import ModelLoadError
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """Return the GGUF file of the embedded default model; skip when it has not been pulled."""
+    from kvist.model.catalog import resolve
+
+    try:
+        return resolve("smollm2-135m").path
+    except ModelLoadError as error:
+        pytest.skip(f"embedded model not pulled: {error}")
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Return the folder of public data sets; skip when it is not there."""
+    default = Path(__file__).resolve().parents[1].parent / "shared" / "data"
+    folder = Path(os.environ.get("KVIST_TEST_DATA", default))
+    if not folder.is_dir():
+        pytest.skip(f"no public data at {folder}; set KVIST_TEST_DATA")
+    return folder
