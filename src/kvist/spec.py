@@ -122,7 +122,10 @@ class ModelSpec:
             msg = f"[spec] expected one LayerSpec per layer, received {len(self.layers)} for {self.num_layers=}"
             raise ConfigError(msg)
         if self.num_heads % self.num_kv_heads:
-            msg = f"[spec] num_heads must be a multiple of num_kv_heads, received {self.num_heads=}, {self.num_kv_heads=}"
+            msg = (
+                "[spec] num_heads must be a multiple of num_kv_heads, received "
+                f"{self.num_heads=}, {self.num_kv_heads=}"
+            )
             raise ConfigError(msg)
 
     @property

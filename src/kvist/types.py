@@ -71,8 +71,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of the given token ids. Values in [-100, 100]."""
     logprobs: int | None = None
-    """Alternatives reported per output token, [0, 20]; None reports no log-probabilities. They are those of the model's own
-    distribution, before bias, penalties, temperature and truncation."""
+    """Alternatives reported per output token, [0, 20]; None reports no log-probabilities. They are those of
+    the model's own distribution, before bias, penalties, temperature and truncation."""
     stop: tuple[str, ...] = ()
     """Strings that end the output; not part of it. Up to 16, none empty."""
     stop_token_ids: tuple[int, ...] = ()

@@ -34,7 +34,7 @@ class SampleSpec:
 
     params: SamplingParams
     seed: int
-    """Seed of this sequence; the draw depends on it and on output_index alone, so batching and preemption change nothing."""
+    """Seed of this sequence. A draw depends on it and on output_index alone: batching and preemption change nothing."""
     output_index: int
     """Index of the output token being chosen, from 0."""
     prompt_token_ids: tuple[TokenId, ...] = ()

@@ -1,0 +1,81 @@
+"""Configuration: every option documented, unknown and invalid ones refused with the flag to change."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kvist.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
+from kvist.errors import ConfigError
+
+GROUPS = (ModelConfig, CacheConfig, SchedulerConfig, ServerConfig)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_option_has_a_one_line_help_text(group: type) -> None:
+    for field in dataclasses.fields(group):
+        help_text = field.metadata["help"]
+        assert help_text
+        assert "\n" not in help_text
+
+
+def test_option_names_are_unique_over_all_groups() -> None:
+    names = [field.name for group in GROUPS for field in dataclasses.fields(group)]
+    assert len(names) == len(set(names))
+    assert len(names) <= 40
+
+
+def test_flat_options_reach_their_group() -> None:
+    config = EngineConfig.from_options(model="m", block_size=16, max_running=2)
+    assert (config.model.model, config.cache.block_size, config.scheduler.max_running) == (
+        "m",
+        16,
+        2,
+    )
+
+
+def test_unknown_option_gets_a_suggestion() -> None:
+    with pytest.raises(ConfigError, match=r"unknown option 'blok_size'; did you mean 'block_size'"):
+        EngineConfig.from_options(blok_size=16)
+    with pytest.raises(ConfigError, match=r"unknown option 'zzz'; known options: block_size"):
+        EngineConfig.from_options(zzz=1)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "flag"),
+    [
+        ("dtype", "float16", "--dtype"),
+        ("kv_cache_dtype", "int2", "--kv-cache-dtype"),
+        ("prefix_cache", "yes", "--prefix-cache"),
+        ("kv_cache", "", "--kv-cache"),
+        ("schedule", "lifo", "--schedule"),
+        ("block_size", 0, "--block-size"),
+        ("max_batch_tokens", 0, "--max-batch-tokens"),
+        ("max_running", 0, "--max-running"),
+        ("max_queue", 0, "--max-queue"),
+        ("reserve_tokens", 0, "--reserve-tokens"),
+        ("max_context", 1, "--max-context"),
+        ("threads", 0, "--threads"),
+        ("memory_gib", 0.0, "--memory-gib"),
+        ("memory_gib", float("nan"), "--memory-gib"),
+        ("memory_gib", float("inf"), "--memory-gib"),
+    ],
+)
+def test_invalid_values_name_the_flag(option: str, value: object, flag: str) -> None:
+    with pytest.raises(ConfigError, match=rf"\[config\] {flag} must be"):
+        EngineConfig.from_options(**{option: value})
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("port", -1), ("port", 65536), ("max_body_mib", 0.0)]
+)
+def test_invalid_server_values_name_the_flag(option: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=r"--(port|max-body-mib) must be in"):
+        ServerConfig(**{option: value})
