@@ -4,13 +4,13 @@ import struct
 
 import pytest
 from blake3 import blake3
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.cache import KEY, NAMESPACE
 
 from kvist.cache.hash import BlockHasher, TokenChain
 from kvist.cache.namespaces import Namespace
 from kvist.errors import ConfigError, RequestError
-from tests.support.cache import KEY, NAMESPACE
 
 HASHER = BlockHasher(KEY)
 FIELDS = ("model", "adapter", "tenant", "layout")
@@ -46,6 +46,7 @@ def test_identity_is_the_documented_message() -> None:
     assert HASHER.child(root, pack(7, 2**32 - 1)) == blake3(message, key=KEY).digest()
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.lists(TEXT, min_size=4, max_size=4), st.lists(TEXT, min_size=4, max_size=4))
 def test_roots_are_equal_only_for_equal_namespaces(left: list[str], right: list[str]) -> None:
     one = Namespace(**dict(zip(FIELDS, left, strict=True)))
@@ -105,6 +106,7 @@ def test_chain_cuts_tokens_into_blocks(num_tokens: int) -> None:
     assert all(len(block) == 16 for block in blocks[:-1])
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=20), st.integers(0, 20), st.integers(1, 5))
 def test_appending_equals_building_at_once(
     token_ids: list[int], num_first: int, block_size: int

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.cache import KEY, NAMESPACE, compute, hit_len, make_manager, serve, start
 
 from kvist.cache.hash import BlockHasher
 from kvist.cache.manager import CacheManager
 from kvist.cache.namespaces import Namespace
 from kvist.errors import ConfigError, InvariantViolation
 from kvist.types import BlockCopy, BlockHash
-from tests.support.cache import KEY, NAMESPACE, compute, hit_len, make_manager, serve, start
 
 # --- matching
 
@@ -93,6 +93,21 @@ def test_partial_block_is_superseded_by_a_longer_one() -> None:
     serve(manager, range(8))
     assert (manager.num_evictable, manager.num_free) == (2, 6)
     assert manager.stats().num_superseded_blocks == 2
+
+
+@pytest.mark.parametrize("num_computed_tokens", [3, 4])
+def test_head_left_behind_is_superseded_by_a_lease_that_did_not_copy_it(
+    num_computed_tokens: int,
+) -> None:
+    manager = make_manager(8)
+    lease, chain = start(manager, range(4))
+    serve(manager, range(3))
+    assert (manager.num_evictable, manager.num_free) == (1, 7)
+    compute(manager, lease, chain, num_computed_tokens)
+    assert (manager.num_evictable, manager.num_free) == (0, 7)
+    assert manager.stats().num_superseded_blocks == 1
+    manager.release(lease)
+    assert hit_len(manager, range(4)) == num_computed_tokens
 
 
 def test_head_that_a_sibling_begins_with_is_not_kept() -> None:

@@ -2,16 +2,19 @@ from __future__ import annotations
 
 import random
 import struct
+from typing import TYPE_CHECKING
 
-import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.cache import KEY, NAMESPACE
 
 from kvist.cache.block import Block
 from kvist.cache.hash import BlockHasher
 from kvist.cache.tree import PrefixTree, common_tokens
 from kvist.types import BlockId
-from tests.support.cache import KEY, NAMESPACE
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def pack(*token_ids: int) -> bytes:
@@ -30,12 +33,14 @@ IDS = st.sampled_from([0, 1, 255, 256, 257, 2**16, 2**24, 2**32 - 1])
 RUNS = st.lists(IDS, min_size=1, max_size=6).map(tuple)
 
 
+@settings(max_examples=60, deadline=None)
 @given(RUNS, RUNS)
 def test_common_tokens_equals_counting(left: tuple[int, ...], right: tuple[int, ...]) -> None:
     assert common_tokens(pack(*left), pack(*right)) == naive_common(left, right)
     assert common_tokens(pack(*left), b"") == 0
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.lists(RUNS, max_size=12), RUNS)
 def test_best_child_has_the_longest_common_prefix(
     runs: list[tuple[int, ...]], query: tuple[int, ...]
