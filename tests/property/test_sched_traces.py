@@ -1,4 +1,4 @@
-"""Random traces: whatever is shared, copied, evicted, preempted and aborted, every answer is that of an unshared run."""
+"""Random traces: whatever is shared, copied, evicted, preempted or aborted, answers are those of unshared runs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.sched_trace import VOCAB_SIZE, Trace
 
 from kvist.types import FinishReason, RequestId, SamplingParams
-from tests.support.sched_trace import VOCAB_SIZE, Trace
 
 
 @dataclass(frozen=True)
