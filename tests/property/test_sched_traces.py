@@ -138,7 +138,7 @@ def run_random_trace(
 
 
 @pytest.mark.parametrize(
-    ("block_size", "max_context_len", "max_running"), [(4, 90, 24), (8, 150, 24), (16, 260, 32)]
+    ("block_size", "max_context_len", "max_running"), [(4, 90, 24), (16, 260, 32)]
 )
 def test_a_thousand_random_requests_through_64_blocks(
     block_size: int, max_context_len: int, max_running: int
