@@ -10,7 +10,9 @@ from rich.table import Table
 from kvist.cli.console import fail, print_json, result_console
 from kvist.cli.options import takes_options
 
-app = typer.Typer(name="cache", help="Look into the cache of a running server.", no_args_is_help=True)
+app = typer.Typer(
+    name="cache", help="Look into the cache of a running server.", no_args_is_help=True
+)
 
 TIMEOUT_S = 10.0
 
@@ -47,9 +49,13 @@ def _fetch(url: str, api_key: str | None) -> dict[str, Any]:  # Any: JSON values
 
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        response = httpx.get(f"{url.rstrip('/')}/v1/cache/stats", headers=headers, timeout=TIMEOUT_S)
+        response = httpx.get(
+            f"{url.rstrip('/')}/v1/cache/stats", headers=headers, timeout=TIMEOUT_S
+        )
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        fail(f"[cache] no answer from {url} ({error}); is `kvist serve` running, and is --url right?")
+        fail(
+            f"[cache] no answer from {url} ({error}); is `kvist serve` running, and is --url right?"
+        )
     if response.status_code == httpx.codes.UNAUTHORIZED:
         fail(f"[cache] {url} wants an API key; give a valid one with --api-key")
     if response.status_code != httpx.codes.OK:

@@ -56,16 +56,16 @@ class Conversation:
 @takes_options
 def chat(
     *,
-    system: Annotated[
-        str | None, typer.Option(help="system message", show_default=False)
-    ] = None,
+    system: Annotated[str | None, typer.Option(help="system message", show_default=False)] = None,
     config: EngineConfig,
     sampling: SamplingParams,
 ) -> None:
     """Talk with a model; /help lists the commands. Piped input is answered line by line."""
     # A conversation has one answer per turn; several would leave no single history to go on with.
     if sampling.n != 1:
-        raise RequestError("[chat] --n must be 1 in a conversation; use `kvist generate --n`", param="n")
+        raise RequestError(
+            "[chat] --n must be 1 in a conversation; use `kvist generate --n`", param="n"
+        )
     with running_engine(config) as engine:
         if sys.stdin.isatty():
             note(f"{config.model.model}: /help lists the commands, Ctrl-D leaves")

@@ -9,7 +9,7 @@ import asyncio
 import json
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 
@@ -61,7 +61,7 @@ class Client:
         self._model = model
         self._http = httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S)
 
-    async def __aenter__(self) -> Client:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -90,7 +90,9 @@ class Client:
         try:
             return await self._stream(body)
         except httpx.HTTPError as error:
-            raise EngineStopped(f"[client] the connection to the server failed: {error!r}") from error
+            raise EngineStopped(
+                f"[client] the connection to the server failed: {error!r}"
+            ) from error
 
     async def ask_all(
         self, conversations: Sequence[Sequence[dict[str, str]]], max_tokens: int
@@ -119,7 +121,9 @@ class Client:
                     first_s, last_s = first_s or now_s, now_s
                     parts.append(text)
         if usage is None:
-            raise EngineStopped("[client] expected a usage chunk at the end of the stream, received none")
+            raise EngineStopped(
+                "[client] expected a usage chunk at the end of the stream, received none"
+            )
         end_s = time.perf_counter()
         return Answer(
             text="".join(parts),

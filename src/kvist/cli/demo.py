@@ -130,9 +130,14 @@ def demo(
     max_tokens: Annotated[
         int, typer.Option(help="output tokens of each answer at most", min=MIN_MAX_TOKENS)
     ] = 40,
-    port: Annotated[int, typer.Option(help="port of the server; 0 picks a free one", max=65535, min=0)] = 0,
+    port: Annotated[
+        int, typer.Option(help="port of the server; 0 picks a free one", max=65535, min=0)
+    ] = 0,
     as_json: Annotated[
-        bool, typer.Option("--json", help="print the numbers as one line of JSON; the table goes to stderr")
+        bool,
+        typer.Option(
+            "--json", help="print the numbers as one line of JSON; the table goes to stderr"
+        ),
     ] = False,
     config: EngineConfig,
 ) -> None:
@@ -228,14 +233,19 @@ def _read_document(path: Path | None) -> str:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise RequestError(f"[demo] --document must be UTF-8 text: {error}", param="document") from error
+        raise RequestError(
+            f"[demo] --document must be UTF-8 text: {error}", param="document"
+        ) from error
     if not text.strip():
         raise RequestError(f"[demo] --document {path} is empty", param="document")
     return text
 
 
 def _show(console: Console, steps: list[Step], *, num_document_bytes: int) -> None:
-    table = Table(title=f"one document of {num_document_bytes / 1000:.0f} kB, asked over HTTP", title_justify="left")
+    table = Table(
+        title=f"one document of {num_document_bytes / 1000:.0f} kB, asked over HTTP",
+        title_justify="left",
+    )
     table.add_column("step")
     for name in ("TTFT", "vs cold", "prompt tokens", "reused", "computed", "out", "out tokens/s"):
         table.add_column(name, justify="right")
@@ -257,7 +267,7 @@ def _show(console: Console, steps: list[Step], *, num_document_bytes: int) -> No
     console.print(table)
     last = steps[-1]
     console.print(
-        f"{len(last.answers)} answers at once took {last.wall_s:.2f} s; their TTFT is the median, their tokens are sums.",
+        f"{len(last.answers)} answers at once took {last.wall_s:.2f} s; their TTFT is the median, tokens are sums.",
         style="dim",
     )
     console.print()
@@ -265,10 +275,15 @@ def _show(console: Console, steps: list[Step], *, num_document_bytes: int) -> No
         for question, answer in zip(step.questions, step.answers, strict=True):
             text = " ".join(answer.text.split())
             console.print(Text.assemble((f"{step.name}: {question} ", "bold"), text))
-    console.print("A model of this size often answers wrongly; the cache does not change its answers.", style="dim")
+    console.print(
+        "A model of this size often answers wrongly; the cache does not change its answers.",
+        style="dim",
+    )
 
 
-def _document(model: str, steps: list[Step], *, num_document_bytes: int) -> dict[str, Any]:  # Any: JSON values
+def _document(
+    model: str, steps: list[Step], *, num_document_bytes: int
+) -> dict[str, Any]:  # Any: JSON values
     cold, warm, fork, fanout = steps[0], steps[1], steps[-2], steps[-1]
     return {
         "model": model,

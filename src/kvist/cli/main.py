@@ -55,4 +55,4 @@ def _global_options(
 
 def main() -> None:
     """Run the command line; the entry point of the ``kvist`` script. Always leaves through ``SystemExit``."""
-    app()
+    app(prog_name="kvist")

@@ -60,7 +60,9 @@ def ensure_available(name: str) -> None:
     """Pull the embedded default model if it is the one asked for and is not here yet; leave any other name alone."""
     default = catalog.KNOWN_MODELS.get(name)
     if default is not None and name == ModelConfig().model and not default.is_pulled:
-        note(f"{name} is not on this machine yet; pulling it ({default.download_bytes / 1e6:.0f} MB)")
+        note(
+            f"{name} is not on this machine yet; pulling it ({default.download_bytes / 1e6:.0f} MB)"
+        )
         pull_with_progress(name)
 
 

@@ -1,8 +1,8 @@
 """Command-line flags made from the configuration dataclasses.
 
 Responsible for the one translation between a dataclass field and a flag: its name (``_`` becomes ``-``), type, default,
-help and choices. A command declares a parameter of type ``EngineConfig``, ``ServerConfig`` or ``SamplingParams`` and gets
-every flag of it, so no option's name is written twice. Knows nothing of what the options do.
+help and choices. A command declares a parameter of type ``EngineConfig``, ``ServerConfig`` or ``SamplingParams`` and
+gets every flag of it, so no option's name is written twice. Knows nothing of what the options do.
 """
 
 from __future__ import annotations
@@ -43,6 +43,13 @@ GROUPS: dict[type, dict[str, type]] = {
 """What a command may declare, and the groups of flags it then gets."""
 
 
+class Only:
+    """Beside a configuration object in ``Annotated``: the command takes these of its options and no others."""
+
+    def __init__(self, *field_names: str) -> None:
+        self.field_names = frozenset(field_names)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
     """One option of the command line."""
@@ -76,8 +83,10 @@ def flags_of(declared: type) -> tuple[Flag, ...]:
     for panel, kind in GROUPS[declared].items():
         # Names that the dataclass's module imports for type checkers only.
         hints = get_type_hints(kind, localns={"Mapping": Mapping})
-        for field in dataclasses.fields(kind):
-            flags.append(_flag(field, hints[field.name], panel=panel, kind=kind))
+        flags += [
+            _flag(field, hints[field.name], panel=panel, kind=kind)
+            for field in dataclasses.fields(kind)
+        ]
     return tuple(flags)
 
 
@@ -94,17 +103,20 @@ def takes_options(function: Command) -> Command:
     hints = get_type_hints(function, include_extras=True)
     own: list[inspect.Parameter] = []
     declared: dict[str, type] = {}
+    flags: dict[str, tuple[Flag, ...]] = {}
     for name, parameter in inspect.signature(function).parameters.items():
-        annotation = hints[name]
-        if annotation in GROUPS:
-            declared[name] = annotation
+        kind = _declared_kind(hints[name])
+        if kind is None:
+            own.append(parameter.replace(annotation=hints[name]))
         else:
-            own.append(parameter.replace(annotation=annotation))
-    flags = {name: flags_of(kind) for name, kind in declared.items()}
+            declared[name] = kind
+            flags[name] = _taken_flags(hints[name], kind)
 
-    def command(**values: Any) -> None:  # Any: what typer parsed, by parameter name
+    def command(**values: Any) -> None:  # noqa: ANN401  # what typer parsed, by parameter name
         built = {
-            name: _build(declared[name], {flag: values.pop(flag.field_name) for flag in flags[name]})
+            name: _build(
+                declared[name], {flag: values.pop(flag.field_name) for flag in flags[name]}
+            )
             for name in declared
         }
         with reported_errors():
@@ -124,10 +136,26 @@ def markdown_table(declared: type) -> str:
     """Return the options of one configuration object as a Markdown table, as README.md shows it."""
     lines = ["| option | default | meaning |", "|---|---|---|"]
     for flag in flags_of(declared):
-        choices = f" ({', '.join(f'`{choice}`' for choice in flag.choices)})" if flag.choices else ""
+        choices = (
+            f" ({', '.join(f'`{choice}`' for choice in flag.choices)})" if flag.choices else ""
+        )
         default = "" if flag.default in (None, (), {}) else f"`{flag.default}`"
         lines.append(f"| `{flag.name}` | {default} | {flag.help}{choices} |")
     return "\n".join(lines)
+
+
+def _declared_kind(hint: Any) -> type | None:  # noqa: ANN401  # a type
+    """Return the configuration object that a parameter stands for; None for an ordinary parameter."""
+    kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    # Ordinary parameters may be unions, which are unhashable in some forms.
+    return kind if isinstance(kind, type) and kind in GROUPS else None
+
+
+def _taken_flags(hint: Any, kind: type) -> tuple[Flag, ...]:  # noqa: ANN401  # a type
+    only = [extra for extra in get_args(hint)[1:] if isinstance(extra, Only)]
+    names = only[0].field_names if only else {flag.field_name for flag in flags_of(kind)}
+    assert names <= {flag.field_name for flag in flags_of(kind)}
+    return tuple(flag for flag in flags_of(kind) if flag.field_name in names)
 
 
 def _flag(field: dataclasses.Field[Any], hint: Any, *, panel: str, kind: type) -> Flag:  # noqa: ANN401  # a type
@@ -156,8 +184,13 @@ def _field_docstrings(kind: type) -> dict[str, str]:
     for before, after in zip(body.body, body.body[1:], strict=False):
         if isinstance(before, ast.AnnAssign) and isinstance(after, ast.Expr):
             assert isinstance(before.target, ast.Name)
-            docstrings[before.target.id] = " ".join(ast.literal_eval(after.value).split())
+            docstrings[before.target.id] = _plain(ast.literal_eval(after.value))
     return docstrings
+
+
+def _plain(docstring: str) -> str:
+    """Return a docstring as the one line of plain text that a terminal wants."""
+    return " ".join(docstring.replace("``", "").split())
 
 
 def _parameter(flag: Flag) -> inspect.Parameter:
@@ -190,7 +223,9 @@ def _choice_check(flag: Flag) -> Callable[[str], str]:
             return value
         close = difflib.get_close_matches(value, flag.choices, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise typer.BadParameter(f"expected one of {', '.join(flag.choices)}, received {value!r}{hint}")
+        raise typer.BadParameter(
+            f"expected one of {', '.join(flag.choices)}, received {value!r}{hint}"
+        )
 
     return check
 
