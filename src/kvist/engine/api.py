@@ -50,7 +50,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult:
-    """What was generated from one prompt. The properties are those of the first choice; with n = 1 there is no other."""
+    """What was generated from one prompt; the properties are those of the first choice."""
 
     prompt_token_ids: tuple[TokenId, ...]
     choices: tuple[Choice, ...]

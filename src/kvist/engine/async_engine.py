@@ -87,8 +87,8 @@ class _Abort:
 class AsyncEngine:
     """A running engine that any thread or event loop may submit requests to.
 
-    Lifecycle: made by ``build.build_engine``; ``start`` once; ``close`` or ``await stop()`` once, then every call raises
-    ``EngineStopped``. Requests may be submitted before ``start``; they wait.
+    Lifecycle: made by ``build.build_engine``, ``start`` once, ``close`` or ``await stop()`` once. After that ``submit``
+    raises ``EngineStopped``. Requests may be submitted before ``start``; they wait.
     """
 
     def __init__(

@@ -20,10 +20,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from kvist.cache.namespaces import Namespace
-from kvist.engine.detokenizer import Detokenizer
+from kvist.engine.detokenizer import Detokenizer, StopStrings
 from kvist.errors import EngineError, InvariantViolation
+from kvist.sched.output import SampledToken, StepResult
 from kvist.sched.request import Request
-from kvist.types import FinishReason, OutputChunk, RequestId
+from kvist.types import FinishReason, OutputChunk, RequestId, TokenId
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
     from kvist.cache.manager import CacheManager
     from kvist.cache.stats import CacheStats
     from kvist.model.tokenizer import Tokenizer
-    from kvist.sched.output import StepPlan, StepResult
+    from kvist.sched.output import StepPlan
     from kvist.sched.scheduler import RequestUpdate, Scheduler, SchedulerStats
-    from kvist.types import SamplingParams, TokenId, Usage
+    from kvist.types import SamplingParams, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -165,6 +166,7 @@ class EngineCore:
         call = _Call(group=group, added_ns=self._clock())
         params = group.params
         seed = params.seed if params.seed is not None else secrets.randbits(63)
+        stop = StopStrings(params.stop)
         try:
             for index in range(params.n):
                 request_id = RequestId(
@@ -172,8 +174,11 @@ class EngineCore:
                 )
                 self._scheduler.add(self._request(request_id, group, sequence_seed(seed, index)))
                 call.open_ids[request_id] = None
+                detokenizer = Detokenizer(
+                    self._tokenizer, stop, previous_token_id=group.prompt_token_ids[-1]
+                )
                 self._sequences[request_id] = _Sequence(
-                    call=call, index=index, detokenizer=Detokenizer(self._tokenizer, params.stop)
+                    call=call, index=index, detokenizer=detokenizer
                 )
         except EngineError:
             for request_id in call.open_ids:
@@ -203,11 +208,6 @@ class EngineCore:
         try:
             plan = self._scheduler.plan()
             if plan is None:
-                if self._scheduler.has_work:
-                    raise InvariantViolation(
-                        f"[engine] expected a plan while there is work, received none: {self._scheduler.stats()}, "
-                        f"{self._manager.stats()}"
-                    )
                 return []
             self._num_steps += 1
             try:
@@ -278,18 +278,17 @@ class EngineCore:
             call.first_token_ns = self._clock()
         detokenizer = sequence.detokenizer
         # The token that ended the sequence (end-of-sequence or stop token) is not part of its text.
-        shown = (
-            update.token_ids[:-1] if update.finish_reason is FinishReason.STOP else update.token_ids
-        )
-        text = detokenizer.push(shown)
+        is_stopped = update.finish_reason is FinishReason.STOP
+        shown = update.token_ids[:-1] if is_stopped else update.token_ids
+        text = "".join(map(detokenizer.append, shown))
+        if update.finish_reason is not None:
+            text += detokenizer.finish()
         finish_reason, usage = update.finish_reason, update.usage
         stop_reason: str | int | None = update.stop_token_id
         if detokenizer.stop_string is not None:
             if finish_reason is None:
                 self._scheduler.finish(update.request_id, FinishReason.STOP)
             finish_reason, stop_reason = FinishReason.STOP, detokenizer.stop_string
-        elif finish_reason is not None:
-            text += detokenizer.flush()
         if finish_reason is not None:
             self._forget(update.request_id, finish_reason, usage)
         return OutputChunk(
@@ -308,7 +307,7 @@ class EngineCore:
         sequence = self._sequences[request_id]
         update = self._scheduler.finish(request_id, reason)
         assert update is not None  # known here means not finished there
-        text = sequence.detokenizer.flush()
+        text = sequence.detokenizer.finish()
         self._forget(request_id, reason, update.usage)
         return OutputChunk(
             request_id=sequence.call.group.request_id,
@@ -334,7 +333,17 @@ class EngineCore:
             )
             cause.__cause__ = error
             outputs.append(RequestFailure(request_id=call_id, error=cause))
-        # Blocks of the failed step were never committed, so what is shared is what was computed before it.
+        # Every request of the step has ended, so these samples are dropped; the scheduler only wants the step closed.
+        nothing = SampledToken(token_id=TokenId(0))
+        samples = {sequence.request_id: nothing for sequence in plan.sequences}
+        self._scheduler.apply(plan, StepResult(step_index=plan.step_index, samples=samples))
+        if plan.copies:
+            # A copy that was not carried out must not be served: its target was published as the copied head when the
+            # request ended. What else was shared was computed by earlier steps, but which is which is not known here.
+            num_dropped = self._manager.reset()
+            logger.warning(
+                "[engine] dropped %d cached blocks after a failed step with copies", num_dropped
+            )
         self._manager.check_invariants()
         return outputs
 
