@@ -55,13 +55,16 @@ class Answer:
 
 
 class Client:
-    """A client of one server; usable from one event loop, as an async context manager."""
+    """A client of one server, asking the first model it serves. An async context manager of one event loop."""
 
-    def __init__(self, url: str, model: str) -> None:
-        self._model = model
+    def __init__(self, url: str) -> None:
+        self._model = ""
         self._http = httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S)
 
     async def __aenter__(self) -> Self:
+        response = await self._http.get("/v1/models")
+        _check(response.status_code, response.text)
+        self._model = response.json()["data"][0]["id"]
         return self
 
     async def __aexit__(self, *_: object) -> None:

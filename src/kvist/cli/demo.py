@@ -152,7 +152,7 @@ def demo(
         questions = GENERAL_QUESTIONS if is_own else QUESTIONS
         fanout = GENERAL_FANOUT_QUESTIONS if is_own else FANOUT_QUESTIONS
         steps = asyncio.run(
-            _run_steps(url, config.model.model, Script(text, questions, fanout, max_tokens))
+            _run_steps(url, Script(text, questions, fanout, max_tokens))
         )
     console = note_console() if as_json else result_console()
     _show(console, steps, num_document_bytes=len(text.encode()))
@@ -172,11 +172,11 @@ class Script:
     max_tokens: int
 
 
-async def _run_steps(url: str, model: str, script: Script) -> list[Step]:
+async def _run_steps(url: str, script: Script) -> list[Step]:
     from kvist.cli.client import Client  # noqa: PLC0415  # 0.2 s that other commands need not wait for
 
     cold, *warm = script.questions
-    async with Client(url, model) as client:
+    async with Client(url) as client:
         await client.warm_up()
         asker = _Asker(client, script.max_tokens)
         return [

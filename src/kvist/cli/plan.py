@@ -5,7 +5,6 @@ Reads at most a configuration file or a GGUF header. The sizes are those that th
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,19 +16,16 @@ from kvist.cli.options import Only, takes_options
 from kvist.config import EngineConfig
 from kvist.errors import ModelLoadError
 from kvist.model import shapes
-from kvist.model.catalog import ModelKind, resolve
-from kvist.model.spec_readers import spec_from_gguf, spec_from_hf_config
+from kvist.model.catalog import KNOWN_MODELS, resolve
 from kvist.plan import (
     KV_MEMORY_FRACTION,
     MemoryEstimate,
     detect_hardware,
     memory_estimate,
+    read_spec,
     resolve_dtype,
 )
 from kvist.spec import GIB, ModelSpec
-
-MAX_CONFIG_BYTES = 16 * 1024**2
-"""A config.json larger than this is not one."""
 
 
 @takes_options
@@ -75,35 +71,17 @@ def find_spec(name: str) -> ModelSpec:
     if name in shapes.SHAPES:
         return shapes.SHAPES[name]
     path = Path(name).expanduser()
-    if path.is_dir() and (path / "config.json").is_file():
-        path /= "config.json"
-    if path.is_file() and path.suffix == ".json":
-        return _spec_from_config(path)
+    # A configuration alone is enough here, so its folder need not be a whole checkpoint.
+    if path.name == "config.json" and path.is_file():
+        return read_spec(path.parent)
+    if (path / "config.json").is_file():
+        return read_spec(path)
     try:
-        model = resolve(name)
+        return read_spec(resolve(name).path)
     except ModelLoadError as error:
+        if path.exists() or name in KNOWN_MODELS:
+            raise
         raise ModelLoadError(f"{error}; shapes with a name: {', '.join(shapes.SHAPES)}") from error
-    if model.kind is ModelKind.GGUF:
-        from kvist.model.gguf_file import read_gguf  # noqa: PLC0415  # numpy: 0.1 s that named shapes do without
-
-        return spec_from_gguf(read_gguf(model.path))
-    return _spec_from_config(model.path / "config.json")
-
-
-def _spec_from_config(path: Path) -> ModelSpec:
-    if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise ModelLoadError(
-            f"[plan] {path} is larger than {MAX_CONFIG_BYTES:,} bytes; it is no model configuration"
-        )
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelLoadError(f"[plan] {path} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelLoadError(
-            f"[plan] {path} must hold a JSON object, received {type(config).__name__}"
-        )
-    return spec_from_hf_config(config, str(path))
 
 
 def _kv_memory_bytes(config: EngineConfig, estimate: MemoryEstimate) -> int:

@@ -18,5 +18,4 @@ def serve(config: EngineConfig, server: ServerConfig) -> None:
     if not is_debugging():
         set_up_logging(level=logging.INFO)
     with running_engine(config) as engine:
-        note(engine.plan.one_line())
         run_server(engine, server)
