@@ -270,6 +270,9 @@ class Trace:
         record.finish_reason = update.finish_reason
         record.stop_token_id = update.stop_token_id
         record.usage = update.usage
+        if update.finish_reason is not None:
+            assert record.request.status is RequestStatus.FINISHED
+            assert record.request.lease is None
         assert update.usage.num_output_tokens == len(record.token_ids)
 
     def finish(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -289,8 +292,7 @@ class Trace:
         running = [r for r in scheduler._requests.values() if r.status is RequestStatus.RUNNING]
         assert sorted(running, key=lambda r: r.arrival_index) == scheduler._running
         assert len(scheduler._requests) == len(running) + scheduler.num_waiting
-        for record in self.records.values():
-            request = record.request
+        for request in scheduler._requests.values():
             assert (request.lease is not None) == (request.status is RequestStatus.RUNNING)
             assert request.num_computed_tokens == 0 or request.lease is not None
             assert request.num_computed_tokens <= request.num_tokens

@@ -41,20 +41,18 @@ from kvist.errors import (
     PromptTooLong,
     RequestError,
 )
-from kvist.sched.output import BlockCopy, SampleSpec, ScheduledSequence, StepPlan
+from kvist.cache.pending import pending_key
+from kvist.sched.output import SampleSpec, ScheduledSequence, StepPlan
 from kvist.sched.queue import WaitingQueue
 from kvist.sched.request import Request, RequestStatus
-from kvist.types import FinishReason, TokenId
+from kvist.types import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
-
-    from kvist.cache.hash import TokenChain
-    from kvist.cache.lease import PrefixLease
-    from kvist.cache.manager import CacheManager, PrefixMatch
+    from kvist.cache.lease import PrefixLease, PrefixMatch
+    from kvist.cache.manager import CacheManager
     from kvist.sched.output import SampledToken, StepResult
     from kvist.sched.policy import SchedulingPolicy
-    from kvist.types import RequestId, TokenLogprobs, Usage
+    from kvist.types import BlockCopy, RequestId, TokenId, TokenLogprobs, Usage
 
 RETRY_AFTER_S = 1.0
 """What a refused client is told to wait: long enough not to hammer, short against any queue that is full."""
@@ -339,11 +337,11 @@ class Scheduler:
             request = self._queue.peek()
             if request is None:
                 return
-            match = self._match(request)
+            match = self._manager.lookup(request.chain, _max_hit_len(request))
             if match.pending:
-                self._queue.defer(request, _awaited(request.chain, match))
+                self._queue.defer(request, _awaited(request, match))
                 self._num_deferred_admissions += 1
-            elif not self._admit(request, step):
+            elif not self._admit(request, match, step):
                 return
 
     def _wake_deferred(self) -> None:
@@ -353,18 +351,13 @@ class Scheduler:
         abort, preemption, eviction of its blocks) can be forgotten and leave somebody waiting for ever.
         """
         for awaited, request in self._queue.first_deferred().items():
-            match = self._match(request)
-            if not match.pending or _awaited(request.chain, match) != awaited:
+            match = self._manager.match(request.chain, _max_hit_len(request))
+            if not match.pending or _awaited(request, match) != awaited:
                 for woken in self._queue.pop_group(awaited):
                     self._enqueue(woken)
 
-    def _match(self, request: Request) -> PrefixMatch:
-        # The last token is always computed, since its logits choose the next one.
-        return self._manager.match(request.chain, request.num_tokens - 1)
-
-    def _admit(self, request: Request, step: _Step) -> bool:
+    def _admit(self, request: Request, match: PrefixMatch, step: _Step) -> bool:
         """Start a request if its whole footprint fits; False means not now."""
-        match = self._manager.lookup(request.chain, request.num_tokens - 1)
         lease = self._manager.admit(match, request.chain, self._footprint(request))
         if lease is None:
             return False
@@ -377,10 +370,7 @@ class Scheduler:
         request.num_computed_before = max(request.num_computed_before, lease.num_computed_tokens)
         bisect.insort(self._running, request, key=_by_arrival)
         if lease.pending_copy is not None:
-            copy = lease.pending_copy
-            step.copies.append(
-                BlockCopy(source=copy.source, target=copy.target, num_tokens=copy.num_tokens)
-            )
+            step.copies.append(lease.pending_copy)
         num_tokens = min(request.num_uncomputed_tokens, step.budget)
         if not self._manager.extend(lease, request.num_computed_tokens + num_tokens):
             raise InvariantViolation(
@@ -590,10 +580,14 @@ def _lease_of(request: Request) -> PrefixLease:
     return request.lease
 
 
-def _awaited(chain: TokenChain, match: PrefixMatch) -> Hashable:
-    """Name the block that a request with a pending match waits for: two requests with equal names wait for the same."""
-    index = len(match.block_ids)
-    return chain.parent_hash(index), chain.block_tokens(index)
+def _max_hit_len(request: Request) -> int:
+    # The last token is always computed, since its logits choose the next one.
+    return request.num_tokens - 1
+
+
+def _awaited(request: Request, match: PrefixMatch) -> bytes:
+    """Name the block that a pending match waits for; requests that wait for the same block give the same name."""
+    return pending_key(request.chain, len(match.block_ids))
 
 
 def _sample_spec(request: Request) -> SampleSpec:
