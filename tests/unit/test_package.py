@@ -34,7 +34,9 @@ def best_seconds(code: str, repetitions: int = 5) -> float:
     return min(times)
 
 
-@pytest.mark.parametrize("module", ["torch", "transformers", "numpy", "fastapi", "typer", "logging"])
+@pytest.mark.parametrize(
+    "module", ["torch", "transformers", "numpy", "fastapi", "typer", "logging"]
+)
 def test_import_of_kvist_does_not_load(module):
     heavy = run_python("import sys, kvist; print(*sorted(sys.modules))").stdout.split()
     bare = run_python("import sys; print(*sorted(sys.modules))").stdout.split()
@@ -47,7 +49,9 @@ def test_import_of_kvist_takes_less_than_100_ms():
 
 
 def test_import_of_kvist_starts_no_thread_and_touches_no_logging_handler():
-    code = "import threading, logging, kvist; print(threading.active_count(), logging.root.handlers)"
+    code = (
+        "import threading, logging, kvist; print(threading.active_count(), logging.root.handlers)"
+    )
     assert run_python(code).stdout.strip() == "1 []"
 
 
@@ -112,14 +116,20 @@ def test_nothing_is_printed_outside_the_command_line():
         for path in sorted((ROOT / "src/kvist").rglob("*.py"))
         if "cli" not in path.parts
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "print"
     ]
     assert printers == []
 
 
 def test_import_contracts_hold():
     result = subprocess.run(
-        [sys.executable, "-c", "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports())"],
+        [
+            sys.executable,
+            "-c",
+            "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports())",
+        ],
         capture_output=True,
         text=True,
         check=False,
@@ -136,7 +146,9 @@ def test_control_plane_loads_no_tensor_library(package):
         for path in sorted((ROOT / "src/kvist" / package).glob("*.py"))
         if path.stem != "__init__"
     ]
-    code = f"import sys, {', '.join(modules)}; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    code = (
+        f"import sys, {', '.join(modules)}; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    )
     assert run_python(code).stdout.split()[0] == "False"
 
 

@@ -6,7 +6,6 @@ shows it.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import sys
 from dataclasses import dataclass, field
@@ -117,11 +116,9 @@ class Session:
         return True
 
     def _answer(self, text: str) -> None:
-        tokenizer = self._engine.tokenizer
-        prompt = tokenizer.apply_chat_template(self._conversation.with_user(text))
-        token_ids = tokenizer.encode(prompt, add_special_tokens=False)
         try:
-            turn = asyncio.run(run_turn(self._engine, token_ids, self._sampling, _print_chunk))
+            token_ids = self._engine.tokenizer.encode_chat(self._conversation.with_user(text))
+            turn = run_turn(self._engine, token_ids, self._sampling, _print_chunk)
         except RequestError as error:
             # The conversation goes on: the user can /reset or say something shorter.
             note(str(error), style="red")

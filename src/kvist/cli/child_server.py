@@ -1,13 +1,13 @@
 """A real ``kvist serve`` in a process of its own, for as long as a ``with`` block lasts.
 
-Responsible for the port, for knowing when the server is ready or has died, and for ending it. Knows nothing of what is
+Responsible for knowing when the server is ready or has died, and for ending it. Knows nothing of what is
 asked of the server.
 """
 
 from __future__ import annotations
 
+import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kvist.cli.options import flags_of
+from kvist.cli.serve import READY
 from kvist.config import EngineConfig
-from kvist.errors import ConfigError, EngineError, EngineStopped
+from kvist.errors import EngineError, EngineStopped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 180.0
-POLL_INTERVAL_S = 0.1
+POLL_INTERVAL_S = 1.0
 STOP_TIMEOUT_S = 10.0
 """The server promises to end within 5 s of SIGTERM; past this it is killed and the command fails."""
 LOG_TAIL_CHARS = 2000
@@ -40,13 +41,11 @@ def child_server(config: EngineConfig, port: int) -> Iterator[str]:
         port: Port to listen on; 0 picks a free one.
 
     Raises:
-        EngineStopped: The server did not become ready, or did not end in time; the message has the end of its log.
-        ConfigError: The port is taken.
+        EngineStopped: The server did not become ready (the port is taken, say), or did not end in time; the message has
+            the end of its log.
 
     Side effects: While the block runs, SIGTERM to this process is an interrupt, so that the server is ended too.
     """
-    port = _free_port(port)
-    url = f"http://{HOST}:{port}"
     arguments = [sys.executable, "-m", "kvist", "serve", "--host", HOST, "--port", str(port)]
     previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -55,18 +54,19 @@ def child_server(config: EngineConfig, port: int) -> Iterator[str]:
             process = subprocess.Popen(  # noqa: S603  # our own interpreter and our own flags
                 [*arguments, *engine_arguments(config)],
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,
             )
             try:
-                _wait_until_ready(process, url, log)
-                yield url
+                yield _wait_until_ready(process, log)
                 _stop(process, log)
             finally:
                 if process.poll() is None:
                     process.kill()
-                    process.wait()
+                process.wait()
+                assert process.stdout is not None
+                process.stdout.close()
     finally:
         signal.signal(signal.SIGTERM, previous)
 
@@ -84,31 +84,18 @@ def engine_arguments(config: EngineConfig) -> list[str]:
     ]
 
 
-def _free_port(port: int) -> int:
-    with socket.socket() as probe:
-        try:
-            probe.bind((HOST, port))
-        except OSError as error:
-            raise ConfigError(
-                f"[demo] --port {port} cannot be used ({error.strerror}); choose another, or 0 for a free one"
-            ) from error
-        chosen: int = probe.getsockname()[1]
-        return chosen
-
-
-def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Any) -> None:  # noqa: ANN401  # temporary file
-    import httpx  # noqa: PLC0415  # 0.2 s that other commands need not wait for
-
+def _wait_until_ready(process: subprocess.Popen[bytes], log: Any) -> str:  # noqa: ANN401  # temporary file
+    """Return the address that the server writes once it accepts requests."""
+    assert process.stdout is not None
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s:
-        if process.poll() is not None:
-            raise _error(f"ended with exit code {process.returncode} before it was ready", log)
-        try:
-            if httpx.get(f"{url}/health", timeout=5.0).status_code == httpx.codes.OK:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(POLL_INTERVAL_S)
+        readable, _, _ = select.select([process.stdout], [], [], POLL_INTERVAL_S)
+        if readable:
+            line = process.stdout.readline().decode(errors="replace")
+            if line.startswith(READY):
+                return line.removeprefix(READY).strip()
+            if not line:
+                raise _error(f"ended with exit code {process.wait()} before it was ready", log)
     raise _error(f"was not ready after {START_TIMEOUT_S:.0f} s", log)
 
 

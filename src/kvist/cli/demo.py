@@ -151,9 +151,7 @@ def demo(
         is_own = document is not None
         questions = GENERAL_QUESTIONS if is_own else QUESTIONS
         fanout = GENERAL_FANOUT_QUESTIONS if is_own else FANOUT_QUESTIONS
-        steps = asyncio.run(
-            _run_steps(url, Script(text, questions, fanout, max_tokens))
-        )
+        steps = asyncio.run(_run_steps(url, Script(text, questions, fanout, max_tokens)))
     console = note_console() if as_json else result_console()
     _show(console, steps, num_document_bytes=len(text.encode()))
     note(f"server ended; {time.monotonic() - start_s:.0f} s in all")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,7 +39,7 @@ def generate(
     with running_engine(config) as engine:
         token_ids = engine.tokenizer.encode(text, add_special_tokens=True)
         on_chunk = _print_chunk if sampling.n == 1 and not as_json else _ignore
-        turn = asyncio.run(run_turn(engine, token_ids, sampling, on_chunk))
+        turn = run_turn(engine, token_ids, sampling, on_chunk)
     if as_json:
         print_json(_document(config.model.model, turn))
     elif sampling.n == 1:

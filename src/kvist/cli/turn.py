@@ -87,7 +87,7 @@ class Turn:
         )
 
 
-async def run_turn(
+def run_turn(
     engine: AsyncEngine,
     token_ids: Sequence[int],
     params: SamplingParams,
@@ -104,20 +104,17 @@ async def run_turn(
     Raises:
         EngineError: The engine refused or failed the request.
 
-    Side effects: Cancels the request when the awaiting task is cancelled (Ctrl-C).
+    Side effects: Cancels the request when it is left early (Ctrl-C).
     """
     choices = tuple(Choice() for _ in range(params.n))
     start_ns = time.perf_counter_ns()
     first_ns: int | None = None
-    stream = engine.submit(token_ids, params)
-    try:
-        async for chunk in stream:
-            if first_ns is None and (chunk.token_ids or chunk.text):
+    with engine.submit(token_ids, params) as stream:
+        for chunk in stream:
+            if first_ns is None and chunk.token_ids:
                 first_ns = time.perf_counter_ns()
             choices[chunk.index].add(chunk)
             on_chunk(chunk)
-    finally:
-        stream.cancel()
     end_ns = time.perf_counter_ns()
     return Turn(
         choices=choices,

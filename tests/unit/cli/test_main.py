@@ -20,7 +20,11 @@ COMMANDS = ("pull", "serve", "generate", "chat", "demo", "plan", "cache")
 
 def kvist(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "kvist", *arguments], capture_output=True, text=True, check=False, **options
+        [sys.executable, "-m", "kvist", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        **options,
     )
 
 
@@ -45,7 +49,9 @@ def test_version_goes_to_stdout():
     assert result.stderr == ""
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--model", "llama-2-7b"], ["pull", "--list"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["plan", "--model", "llama-2-7b"], ["pull", "--list"]]
+)
 def test_fast_commands_load_no_tensor_library(arguments):
     code = (
         "import sys; from kvist.cli.main import app\n"
@@ -53,7 +59,9 @@ def test_fast_commands_load_no_tensor_library(arguments):
         "except SystemExit: pass\n"
         "print(*sorted(sys.modules.keys() & {'torch', 'transformers', 'fastapi'}), file=sys.stderr)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stderr.strip() == ""
     assert result.stdout
 

@@ -35,7 +35,9 @@ def run(arguments: list[str], *declared: type):
 
 def test_every_field_of_every_group_is_a_flag():
     names = {flag.name for flag in flags_of(EngineConfig)}
-    fields = [f for kind in (ModelConfig, CacheConfig, SchedulerConfig) for f in dataclasses.fields(kind)]
+    fields = [
+        f for kind in (ModelConfig, CacheConfig, SchedulerConfig) for f in dataclasses.fields(kind)
+    ]
     assert names == {f"--{field.name.replace('_', '-')}" for field in fields}
 
 
@@ -53,8 +55,27 @@ def test_without_flags_the_defaults_of_the_dataclass_hold():
 
 
 def test_flags_fill_their_fields():
-    arguments = ["--block-size", "16", "--memory-gib", "0.5", "--prefix-cache", "off", "--port", "0"]
-    arguments += ["--api-key", "a", "--api-key", "b", "--stop", "x", "--stop-token-ids", "7", "--ignore-eos"]
+    arguments = [
+        "--block-size",
+        "16",
+        "--memory-gib",
+        "0.5",
+        "--prefix-cache",
+        "off",
+        "--port",
+        "0",
+    ]
+    arguments += [
+        "--api-key",
+        "a",
+        "--api-key",
+        "b",
+        "--stop",
+        "x",
+        "--stop-token-ids",
+        "7",
+        "--ignore-eos",
+    ]
     arguments += ["--logit-bias", "5=-100", "--logit-bias", "6=2.5", "--max-tokens", "0"]
     result, (config, server, sampling) = run(arguments, EngineConfig, ServerConfig, SamplingParams)
     assert result.exit_code == 0

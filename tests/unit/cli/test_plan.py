@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from kvist.model.shapes import SHAPES
 from typer.testing import CliRunner
 
 from kvist.cli.main import app
 from kvist.cli.plan import find_spec
 from kvist.errors import ModelLoadError
-from kvist.model.shapes import SHAPES
 
 KEYS = {
     "model", "parameters", "dtype", "kv_cache_dtype", "context", "concurrency", "block_size", "num_layers", "num_heads",
@@ -79,7 +79,9 @@ def test_sliding_windows_are_reported_truthfully():
 def test_a_model_too_large_for_the_machine_is_said_to_be_one(monkeypatch):
     from kvist.plan import Hardware
 
-    monkeypatch.setattr("kvist.cli.plan.detect_hardware", lambda: Hardware(cpus=1, available_bytes=1))
+    monkeypatch.setattr(
+        "kvist.cli.plan.detect_hardware", lambda: Hardware(cpus=1, available_bytes=1)
+    )
     result = CliRunner().invoke(app, ["plan", "--model", "llama-2-7b"])
     assert result.exit_code == 0
     assert "weights alone need more memory" in result.output
