@@ -82,7 +82,16 @@ class BlockHasher:
 
         Complexity: O(tokens).
         """
-        message = _BLOCK_TAG + _field(parent) + _field(tokens)
+        # _field written out: this runs once per block of every prompt.
+        message = b"".join(
+            (
+                _BLOCK_TAG,
+                len(parent).to_bytes(8, "little"),
+                parent,
+                len(tokens).to_bytes(8, "little"),
+                tokens,
+            )
+        )
         return BlockHash(blake3(message, key=self._key).digest())
 
 

@@ -121,14 +121,14 @@ def _tree_shape(tree: PrefixTree) -> Iterator[str]:
 
 def _tree_references(pool: BlockPool, tree: PrefixTree) -> Iterator[str]:
     nodes = list(tree.nodes())
-    order: dict[Block | None, int] = {block: place for place, block in enumerate(pool.evictable)}
+    order: dict[Block, int] = {block: place for place, block in enumerate(pool.evictable)}
     if {node.block for node in nodes} != {block for block in pool.blocks if block.node is not None}:
         yield "nodes and blocks do not point at each other"
     if not order.keys() <= {node.block for node in nodes}:
         yield "an evictable block is not in the tree"
     for node in nodes:
         block = node.block
-        if block is None or block.node is not node or block.duplicate_of is not None:
+        if block.node is not node or block.duplicate_of is not None:
             yield f"{_describe(node)} is not what its block says"
         elif block.ref_count:
             yield from _held_node(node, order)
@@ -136,7 +136,7 @@ def _tree_references(pool: BlockPool, tree: PrefixTree) -> Iterator[str]:
             yield from _unreferenced_node(tree, node, order)
 
 
-def _held_node(node: Node, order: Mapping[Block | None, int]) -> Iterator[str]:
+def _held_node(node: Node, order: Mapping[Block, int]) -> Iterator[str]:
     parent = node.parent
     if parent is not None and parent.block in order:
         yield f"{_describe(node)} is held below an evictable block"
@@ -145,9 +145,7 @@ def _held_node(node: Node, order: Mapping[Block | None, int]) -> Iterator[str]:
             yield f"{duplicate!r} is not a duplicate of {_describe(node)}"
 
 
-def _unreferenced_node(
-    tree: PrefixTree, node: Node, order: Mapping[Block | None, int]
-) -> Iterator[str]:
+def _unreferenced_node(tree: PrefixTree, node: Node, order: Mapping[Block, int]) -> Iterator[str]:
     if node.is_open or node.duplicates:
         yield f"{_describe(node)} is open or has duplicates without being held"
     if node.is_partial and tree.is_covered(node):

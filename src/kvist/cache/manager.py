@@ -150,10 +150,10 @@ class CacheManager:
             best = node.best_child(chain.block_tokens(len(nodes))[: head_len * TOKEN_BYTES])
             if best is not None:
                 source, num_copied = best
-                copy = PartialCopy(_block(source).block_id, num_copied)
+                copy = PartialCopy(source.block.block_id, num_copied)
                 num_hit_tokens += num_copied
         return PrefixMatch(
-            block_ids=tuple([_block(hit).block_id for hit in nodes]),
+            block_ids=tuple([hit.block.block_id for hit in nodes]),
             copy=copy,
             num_hit_tokens=num_hit_tokens,
             pending=num_hit_tokens < limit and pending_key(chain, len(nodes)) in self._pending,
@@ -176,12 +176,11 @@ class CacheManager:
         self._counters.num_verification_failures += match.num_verification_failures
         evictable = self._pool.evictable
         # Deepest first, so that every block stays before its ancestors (eviction inv. 1).
-        if match.source is not None and _block(match.source).ref_count == 0:
-            evictable.touch(_block(match.source))
+        if match.source is not None and match.source.block.ref_count == 0:
+            evictable.touch(match.source.block)
         for node in reversed(match.nodes):
-            block = _block(node)
-            if block.ref_count == 0:
-                evictable.touch(block)
+            if node.block.ref_count == 0:
+                evictable.touch(node.block)
         return match
 
     # --- leases
@@ -208,9 +207,9 @@ class CacheManager:
         if match.epoch != self._tree.epoch:
             match = self.match(chain, match.max_hit_len)
         pool = self._pool
-        hits = [_block(node) for node in match.nodes]
+        hits = [node.block for node in match.nodes]
         num_footprint = self.num_blocks_for(num_reserved_tokens)
-        source = None if match.source is None else _block(match.source)
+        source = None if match.source is None else match.source.block
         copy = match.copy
         # Holding an evictable block takes it from the others just as a promise does.
         num_taken = sum([block.ref_count == 0 for block in hits])
@@ -325,7 +324,8 @@ class CacheManager:
             lease.open_node = None
         # Tails first, so that the longest prefix survives longest (eviction inv. 1).
         for block in reversed(lease.blocks):
-            self._tree.remove_duplicate(block)
+            if block.duplicate_of is not None:
+                self._tree.remove_duplicate(block)
             self._unhold(block)
         lease.blocks = []
         lease.block_table = []
@@ -459,13 +459,13 @@ class CacheManager:
             self._tree.grow(lease.open_node, tokens)
         superseded = self._tree.superseded_by(lease.open_node)
         if superseded is not None:
-            self._drop(_block(superseded))
+            self._drop(superseded.block)
             self._counters.num_superseded_blocks += 1
 
     def _add_duplicate(self, node: Node, block: Block) -> None:
         """Let a block with a node's content stand for the node, or stand by when the node's own block is held."""
         self._counters.num_duplicate_blocks += 1
-        published = _block(node)
+        published = node.block
         if published.ref_count:
             self._tree.add_duplicate(node, block)
         else:
@@ -493,9 +493,3 @@ class CacheManager:
         if lease.pending_copy is not None:
             counters.num_partial_copies += 1
             counters.num_copied_tokens += lease.pending_copy.num_tokens
-
-
-def _block(node: Node) -> Block:
-    """Return the block of a node that is not a root."""
-    assert node.block is not None
-    return node.block

@@ -28,14 +28,17 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from typing import TYPE_CHECKING
 
+from kvist.cache.block import Block
 from kvist.cache.hash import TOKEN_BYTES
+from kvist.types import BlockId
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvist.cache.block import Block
     from kvist.cache.namespaces import Namespace
     from kvist.types import BlockHash
+
+_NO_BLOCK = BlockId(-1)
 
 
 class Node:
@@ -55,13 +58,13 @@ class Node:
     )
 
     def __init__(
-        self, namespace: Namespace, parent: Node | None, block: Block | None, tokens: bytes
+        self, namespace: Namespace, parent: Node | None, block: Block, tokens: bytes
     ) -> None:
         self.namespace = namespace
         self.parent = parent
         """None: this is a root."""
         self.block = block
-        """Holds the K and V of the tokens; None: this is a root."""
+        """Holds the K and V of the tokens; a root has one that is in no pool."""
         self.tokens = tokens
         """Token ids whose K and V are computed, u32 little-endian; not empty except in a root."""
         self.block_hash: BlockHash | None = None
@@ -113,7 +116,7 @@ class PrefixTree:
         """Return the root of a namespace, made when there is none."""
         root = self.roots.get(namespace)
         if root is None:
-            root = self.roots[namespace] = Node(namespace, None, None, b"")
+            root = self.roots[namespace] = Node(namespace, None, Block(_NO_BLOCK), b"")
         return root
 
     def open(self, parent: Node, block: Block, tokens: bytes) -> Node:
@@ -157,7 +160,6 @@ class PrefixTree:
 
     def replace(self, node: Node, block: Block) -> None:
         """Let another block with the same content, a duplicate or not noted yet, stand for a node."""
-        assert node.block is not None
         self.remove_duplicate(block)
         node.block.node = None
         node.block = block
@@ -171,7 +173,6 @@ class PrefixTree:
         """
         parent = node.parent
         assert parent is not None
-        assert node.block is not None
         assert not node.keys
         self._detach(node)
         if node.block_hash is not None:
@@ -192,7 +193,6 @@ class PrefixTree:
         if index < 0:
             return None
         sibling = node.parent.ordered[index]
-        assert sibling.block is not None
         if (
             sibling.is_partial
             and sibling.block.ref_count == 0
