@@ -32,7 +32,7 @@ class SampleSpec:
 
     params: SamplingParams
     seed: int
-    """Seed of this sequence; the draw depends on it and on output_index alone, so batching and preemption change nothing."""
+    """Seed of this sequence; the draw depends on it and output_index alone, so batching and preemption change nothing."""
     output_index: int
     """Index of the output token being chosen, from 0."""
     prompt_token_ids: tuple[TokenId, ...] = ()

@@ -41,7 +41,6 @@ from kvist.errors import (
     PromptTooLong,
     RequestError,
 )
-from kvist.cache.pending import pending_key
 from kvist.sched.output import SampleSpec, ScheduledSequence, StepPlan
 from kvist.sched.queue import WaitingQueue
 from kvist.sched.request import Request, RequestStatus
@@ -285,8 +284,7 @@ class Scheduler:
             InvariantViolation: The last plan was not applied, or requests wait and none can ever go on.
 
         Complexity:
-            O(running log running + scheduled blocks), and one prefix match per admission and per group of deferred
-            requests.
+            O(running log running + scheduled blocks), and one prefix lookup for each request admitted or deferred.
         """
         if self._in_flight is not None:
             raise InvariantViolation(
@@ -332,29 +330,24 @@ class Scheduler:
         One that does not fit blocks all behind it: letting smaller ones pass would starve it. One whose next block is
         being computed by a running request is set aside instead, since it needs no room yet.
         """
-        self._wake_deferred()
+        deferred = []
         while step.budget > 0 and len(self._running) < self._max_running:
             request = self._queue.peek()
             if request is None:
-                return
-            match = self._manager.lookup(request.chain, _max_hit_len(request))
+                break
+            # The last token is always computed, since its logits choose the next one.
+            match = self._manager.lookup(request.chain, request.num_tokens - 1)
             if match.pending:
-                self._queue.defer(request, _awaited(request, match))
-                self._num_deferred_admissions += 1
+                self._queue.remove(request)
+                deferred.append(request)
             elif not self._admit(request, match, step):
-                return
-
-    def _wake_deferred(self) -> None:
-        """Put back every request whose block is there, or is no longer being computed.
-
-        Asked anew in each plan and not signalled by the computing request, so that no way of ending it (finish,
-        abort, preemption, eviction of its blocks) can be forgotten and leave somebody waiting for ever.
-        """
-        for awaited, request in self._queue.first_deferred().items():
-            match = self._manager.match(request.chain, _max_hit_len(request))
-            if not match.pending or _awaited(request, match) != awaited:
-                for woken in self._queue.pop_group(awaited):
-                    self._enqueue(woken)
+                break
+        # Back at once and asked anew in the next plan, instead of waiting for a signal from the computing request: no
+        # way of losing that one (abort, preemption, eviction of its blocks) can leave anybody waiting for ever. Budget
+        # was left over when they were set aside, so this very step computes what they wait for.
+        for request in deferred:
+            self._enqueue(request)
+        self._num_deferred_admissions += len(deferred)
 
     def _admit(self, request: Request, match: PrefixMatch, step: _Step) -> bool:
         """Start a request if its whole footprint fits; False means not now."""
@@ -404,7 +397,9 @@ class Scheduler:
             start=start,
             token_ids=tuple(request.token_ids[start:end]),
             block_table=tuple(_lease_of(request).block_table),
-            sample=_sample_spec(request) if is_complete and request.params.max_tokens != 0 else None,
+            sample=_sample_spec(request)
+            if is_complete and request.params.max_tokens != 0
+            else None,
         )
 
     # ---- apply ---------------------------------------------------------------------------------------------------
@@ -533,8 +528,8 @@ class Scheduler:
         if not self._manager.can_ever_admit(footprint):
             raise PromptTooLong(
                 f"[scheduler] prompt and output must fit the KV memory of {self._manager.num_blocks} blocks "
-                f"(block_size={self._manager.block_size}), received {num_prompt} prompt tokens and {output}, which need "
-                f"{self._manager.num_blocks_for(footprint)} blocks; shorten the prompt, lower max_tokens or raise "
+                f"(block_size={self._manager.block_size}), received {num_prompt} prompt tokens and {output}, "
+                f"which need {self._manager.num_blocks_for(footprint)} blocks; shorten the prompt, lower max_tokens or raise "
                 "--memory-gib",
                 param="prompt",
             )
@@ -578,16 +573,6 @@ def _by_arrival(request: Request) -> int:
 def _lease_of(request: Request) -> PrefixLease:
     assert request.lease is not None, "every running request holds a lease"
     return request.lease
-
-
-def _max_hit_len(request: Request) -> int:
-    # The last token is always computed, since its logits choose the next one.
-    return request.num_tokens - 1
-
-
-def _awaited(request: Request, match: PrefixMatch) -> bytes:
-    """Name the block that a pending match waits for; requests that wait for the same block give the same name."""
-    return pending_key(request.chain, len(match.block_ids))
 
 
 def _sample_spec(request: Request) -> SampleSpec:

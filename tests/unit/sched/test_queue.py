@@ -63,27 +63,6 @@ def test_a_request_removed_and_pushed_again_counts_once_and_stands_at_its_new_pl
     assert take_all(queue) == "ba"
 
 
-def test_deferred_requests_wait_beside_the_order() -> None:
-    queue = WaitingQueue()
-    requests = {name: queued(name) for name in "abcd"}
-    for index, request in enumerate(requests.values()):
-        queue.push(request, (index,))
-    queue.defer(requests["a"], "block 1")
-    queue.defer(requests["c"], "block 1")
-    queue.defer(requests["b"], "block 2")
-    assert len(queue) == 4
-    assert queue.first_deferred() == {"block 1": requests["a"], "block 2": requests["b"]}
-    queue.remove(requests["a"])
-    assert queue.first_deferred() == {"block 1": requests["c"], "block 2": requests["b"]}
-    queue.remove(requests["b"])
-    assert queue.first_deferred() == {"block 1": requests["c"]}
-    assert take_all(queue) == "d"
-    assert queue.pop_group("block 1") == [requests["c"]]
-    assert len(queue) == 0
-    with pytest.raises(KeyError):
-        queue.remove(requests["c"])
-
-
 def test_dead_entries_never_outnumber_the_living_by_much() -> None:
     """Clients that come and go while the head is stuck must not grow the heap."""
     queue = WaitingQueue()
