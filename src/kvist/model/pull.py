@@ -91,9 +91,7 @@ def ignore_progress(progress: PullProgress) -> None:
     """Take a progress report and do nothing."""
 
 
-def pull(
-    name: str, on_progress: Callable[[PullProgress], None] = ignore_progress
-) -> ResolvedModel:
+def pull(name: str, on_progress: Callable[[PullProgress], None] = ignore_progress) -> ResolvedModel:
     """Bring the model ``name`` onto this machine, or verify that it is here already.
 
     Args:
@@ -443,5 +441,3 @@ def _move(source: Path, target: Path) -> Path:
     """Rename within the models folder, which is one file system: the target appears at once or not at all."""
     target.parent.mkdir(parents=True, exist_ok=True)
     return source.replace(target)
-
-
