@@ -62,9 +62,9 @@ def extend_hash(prefix_hash: int, token_id: int) -> int:
 
 
 def next_token(prefix_hash: int, params: SamplingParams, seed: int, index: int) -> TokenId:
-    """Return a letter, or now and then the end of the sequence; greedy ignores the seed."""
+    """Return a letter, or now and then, unless it is ignored, the end of the sequence; greedy ignores the seed."""
     value = hash((prefix_hash, 0 if params.is_greedy else hash((seed, index))))
-    if value % 31 == 0:
+    if value % 31 == 0 and not params.ignore_eos:
         return TokenId(EOS)
     return TokenId(LETTERS[value % len(LETTERS)])
 

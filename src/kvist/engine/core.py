@@ -337,13 +337,7 @@ class EngineCore:
         nothing = SampledToken(token_id=TokenId(0))
         samples = {sequence.request_id: nothing for sequence in plan.sequences}
         self._scheduler.apply(plan, StepResult(step_index=plan.step_index, samples=samples))
-        if plan.copies:
-            # A copy that was not carried out must not be served: its target was published as the copied head when the
-            # request ended. What else was shared was computed by earlier steps, but which is which is not known here.
-            num_dropped = self._manager.reset()
-            logger.warning(
-                "[engine] dropped %d cached blocks after a failed step with copies", num_dropped
-            )
+        # Heads are published by commit alone, so neither a copy nor a position that was not computed is ever offered.
         self._manager.check_invariants()
         return outputs
 
