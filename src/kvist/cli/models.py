@@ -57,13 +57,18 @@ def pull_with_progress(name: str) -> catalog.ResolvedModel:
 
 
 def ensure_available(name: str) -> None:
-    """Pull the embedded default model if it is the one asked for and is not here yet; leave any other name alone."""
+    """Make sure that a model is on this machine: pull the embedded default if it is missing, and no other.
+
+    Raises:
+        ModelLoadError: Another model is missing; found out here, before the seconds that loading torch takes.
+    """
     default = catalog.KNOWN_MODELS.get(name)
     if default is not None and name == ModelConfig().model and not default.is_pulled:
         note(
             f"{name} is not on this machine yet; pulling it ({default.download_bytes / 1e6:.0f} MB)"
         )
         pull_with_progress(name)
+    catalog.resolve(name)
 
 
 @contextmanager

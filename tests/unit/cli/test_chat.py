@@ -69,7 +69,7 @@ def test_help_lists_the_commands_and_an_unknown_one_points_to_it(parts, kvist, l
 def test_a_message_that_is_too_long_does_not_end_the_conversation(parts, kvist):
     result = kvist("chat", *GREEDY, stdin="x" * 300 + "\nhello\n")
     assert result.exit_code == 0
-    assert "context holds 128" in result.stderr
+    assert "the 128 tokens a request may have" in result.stderr
     assert result.stdout == reply("user: hello\nassistant: ") + "\n"
 
 

@@ -116,5 +116,5 @@ def test_broken_configuration_is_named(tmp_path):
 
 
 def test_an_unknown_name_lists_the_shapes():
-    with pytest.raises(ModelLoadError, match="shapes with a name: .*llama-2-7b"):
+    with pytest.raises(ModelLoadError, match=r"shapes with a name: .*llama-2-7b"):
         find_spec("llama-9-9b")
