@@ -10,6 +10,7 @@ llama.cpp reads it.
 
 from __future__ import annotations
 
+import json
 import math
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvist.errors import ConfigError, ModelLoadError
 from kvist.model.fields import Fields
+from kvist.model.gguf_file import read_gguf
 from kvist.spec import Activation, LayerSpec, ModelSpec, RopeScaling, RopeSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
     from kvist.model.gguf_file import GGUFFile
 
@@ -37,6 +40,7 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": Activation.GELU_TANH,
 }
 _ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_MAX_JSON_BYTES = 64 * 1024 * 1024
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _GEMMA3_PATTERN = 6  # every sixth layer attends to everything
 _GEMMA3_LOCAL_BASE = 10_000.0
@@ -58,6 +62,35 @@ def _located(where: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         raise ModelLoadError(f"[spec] {where}: {error}") from error
+
+
+def read_spec(path: Path) -> ModelSpec:
+    """Return the decoder that a checkpoint describes: a ``.gguf`` file, or a folder with a ``config.json``.
+
+    Raises:
+        ModelLoadError: Neither is there, or it cannot be read, or what it describes is not supported.
+    """
+    if path.is_file():
+        return spec_from_gguf(read_gguf(path))
+    file = path / "config.json"
+    return spec_from_hf_config(read_json(file), str(file))
+
+
+def read_json(path: Path) -> dict[str, Any]:  # Any: as parsed
+    """Return the group of entries in a JSON file.
+
+    Raises:
+        ModelLoadError: The file is missing, larger than any such file (64 MiB), or does not hold a JSON object.
+    """
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise ModelLoadError(f"[spec] {path}: larger than {_MAX_JSON_BYTES} bytes")
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"[spec] {path}: cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ModelLoadError(f"[spec] {path}: should hold a JSON object")
+    return values
 
 
 # ---- Hugging Face ---------------------------------------------------------------------------------------------------
@@ -271,7 +304,8 @@ def _hf_ropes(
             raise ModelLoadError(
                 f"[spec] {fields.where}: rope_parameters per layer type are not supported for {family}"
             )
-        parameters, local = parameters.group(_FULL), parameters.group(_SLIDING)
+        local = parameters.group(_SLIDING)
+        parameters = parameters.group(_FULL)
     rope, limit = _hf_rope(parameters, fields, base, head_dim)
     if family != "gemma3" or _SLIDING not in kinds:
         return (rope,), limit
