@@ -36,11 +36,11 @@ class ByteTokenizer:
     """One token per byte of UTF-8, and one end-of-sequence token."""
 
     vocab_size = VOCAB_SIZE
-    eos_token_ids = frozenset({TokenId(EOS)})
+    eos_token_ids = (EOS,)
     bos_token_id = None
     strips_leading_space = False
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -55,6 +55,9 @@ class ByteTokenizer:
     def apply_chat_template(self, messages, *, add_generation_prompt: bool = True) -> str:
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         return "".join(lines) + ("assistant: " if add_generation_prompt else "")
+
+    def encode_chat(self, messages) -> list[int]:
+        return self.encode(self.apply_chat_template(messages))
 
 
 def extend_hash(prefix_hash: int, token_id: int) -> int:

@@ -148,7 +148,7 @@ class Engine:
             sampling: Fields of ``SamplingParams`` that replace those of ``params``.
 
         Raises:
-            RequestError: A prompt or a sampling value is invalid; nothing is generated for any prompt then.
+            RequestError: A prompt or a sampling value is invalid; the other prompts of the call are cancelled.
             EngineError: The engine could not go on.
         """
         chosen = sampling_params(params, **sampling)
@@ -186,7 +186,7 @@ class Engine:
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         params: SamplingParams | None = None,
         **sampling: Any,  # noqa: ANN401  # the fields of SamplingParams, checked by name
     ) -> GenerationResult:
@@ -205,11 +205,15 @@ class Engine:
             return self.tokenizer.encode(prompt, add_special_tokens=True)
         return list(prompt)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Return the token ids of a conversation, ready for the assistant's turn."""
-        text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
-        # The template writes the special tokens itself; adding them again would double the first one.
-        return self.tokenizer.encode(text, add_special_tokens=False)
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the token ids of a conversation, ready for the assistant's turn.
+
+        Only the model's template can place control tokens: what a message says is read as ordinary text.
+
+        Raises:
+            RequestError: The model has no chat template, or the template refuses the messages.
+        """
+        return self.tokenizer.encode_chat(messages)
 
     def close(self) -> None:
         """End running requests and the engine's thread. Idempotent."""

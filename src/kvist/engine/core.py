@@ -137,6 +137,7 @@ class EngineCore:
         self._runner = runner
         self._tokenizer = tokenizer
         self._clock = clock
+        self._eos_token_ids = frozenset(map(TokenId, tokenizer.eos_token_ids))
         self._sequences: dict[RequestId, _Sequence] = {}
         self._calls: dict[str, _Call] = {}
         self._num_steps = 0
@@ -267,7 +268,7 @@ class EngineCore:
                 layout=self._namespace.layout,
             ),
             seed=seed,
-            eos_token_ids=self._tokenizer.eos_token_ids,
+            eos_token_ids=self._eos_token_ids,
         )
 
     def _chunk(self, update: RequestUpdate) -> OutputChunk:

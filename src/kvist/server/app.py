@@ -121,18 +121,14 @@ class _Routes:
         return json_response({"status": "ok"})
 
     async def _generate(self, request: Request, prepare: Prepare) -> Response:
+        received_ns = time.perf_counter_ns()
         tenant = self._tenant(request)
         self._gate.check_open()
         body = await self._body(request)
         # Parsing and tokenising take milliseconds a megabyte, which other clients' streams need not wait for.
         job = await asyncio.to_thread(self._prepare, body, prepare)
         call = Call.submit(
-            self._engine,
-            job.prompts,
-            job.params,
-            tenant=tenant,
-            request_id=job.request_id,
-            gate=self._gate,
+            self._engine, job, tenant=tenant, gate=self._gate, received_ns=received_ns
         )
         if job.is_stream:
             return EventStream(job, call)

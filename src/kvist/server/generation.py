@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from typing import Self
 
     from kvist.server.body import Receive
+    from kvist.server.endpoints import Job
     from kvist.server.ports import ServedEngine, ServedStream
-    from kvist.server.prompts import Prompt
-    from kvist.types import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +143,8 @@ class Call:
         streams: Sequence[ServedStream],
         n: int,
         gate: Gate,
+        *,
+        received_ns: int,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         self.request_id = request_id
@@ -153,7 +154,7 @@ class Call:
         self._streams = streams
         self._gate = gate
         self._clock = clock
-        self._started_ns = clock()
+        self._received_ns = received_ns
         self._first_token_ns: int | None = None
         self._last_token_ns: int | None = None
         self._arrived: asyncio.Queue[ChoiceChunk | Exception] = asyncio.Queue()
@@ -162,16 +163,16 @@ class Call:
 
     @classmethod
     def submit(
-        cls,
-        engine: ServedEngine,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        *,
-        tenant: str,
-        request_id: str,
-        gate: Gate,
+        cls, engine: ServedEngine, job: Job, *, tenant: str, gate: Gate, received_ns: int
     ) -> Self:
-        """Submit every prompt, or none of them.
+        """Submit every prompt of a job, or none of them.
+
+        Args:
+            engine: Where to.
+            job: What to ask of it.
+            tenant: The namespace of its cached prefixes.
+            gate: Told of the call while it runs.
+            received_ns: When the request arrived, on the monotonic clock.
 
         Raises:
             RequestError, EngineOverloaded, EngineStopped: As the engine refused one; those before it are cancelled.
@@ -179,16 +180,16 @@ class Call:
         gate.check_open()
         streams: list[ServedStream] = []
         try:
-            for index, prompt in enumerate(prompts):
-                name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
+            for index, prompt in enumerate(job.prompts):
+                name = job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{index}"
                 streams.append(
-                    engine.submit(prompt.token_ids, params, tenant=tenant, request_id=name)
+                    engine.submit(prompt.token_ids, job.params, tenant=tenant, request_id=name)
                 )
         except BaseException:
             for stream in streams:
                 stream.cancel()
             raise
-        return cls(request_id, streams, params.n, gate)
+        return cls(job.request_id, streams, job.params.n, gate, received_ns=received_ns)
 
     def abort(self, error: Exception) -> None:
         """Cancel every prompt at once; the consumer gets ``error``. The first reason given stays. Idempotent."""
@@ -214,13 +215,21 @@ class Call:
         """
         num_open = len(self.outputs)
         while num_open:
-            batch = [self._checked(await self._arrived.get())]
-            while not self._arrived.empty():
-                batch.append(self._checked(self._arrived.get_nowait()))
+            arrived = [await self._arrived.get()]
+            while not (isinstance(arrived[-1], Exception) or self._arrived.empty()):
+                arrived.append(self._arrived.get_nowait())
+            if self._error is not None:
+                raise self._error
+            batch = [item for item in arrived if isinstance(item, ChoiceChunk)]
             for item in batch:
                 self.outputs[item.choice_index].add(item.chunk)
                 num_open -= item.chunk.finish_reason is not None
-            yield batch
+            if batch:
+                yield batch
+            # What was computed before the failure is the client's; then the failure.
+            if isinstance(arrived[-1], Exception):
+                self.abort(arrived[-1])
+                raise arrived[-1]
 
     async def run(self) -> None:
         """Wait until every choice has finished; errors as ``batches``."""
@@ -247,14 +256,6 @@ class Call:
         for stream in self._streams:
             stream.cancel()
 
-    def _checked(self, item: ChoiceChunk | Exception) -> ChoiceChunk:
-        if self._error is not None:
-            raise self._error
-        if isinstance(item, Exception):
-            self._error = item
-            raise item
-        return item
-
     async def _pump(self, prompt_index: int, stream: ServedStream) -> None:
         num_open = self.n
         try:
@@ -278,7 +279,7 @@ class Call:
                 "[server] %s: %s after %.3f s",
                 self.request_id,
                 type(self._error).__name__ if self._error is not None else "cancelled",
-                (self._clock() - self._started_ns) / 1e9,
+                (self._clock() - self._received_ns) / 1e9,
             )
             return
         usage = call_usage(self.outputs, self.n)
@@ -293,7 +294,7 @@ class Call:
             usage.num_cached_tokens,
             usage.num_computed_tokens,
             usage.num_output_tokens,
-            "-" if first_ns is None else f"{(first_ns - self._started_ns) / 1e9:.3f}",
+            "-" if first_ns is None else f"{(first_ns - self._received_ns) / 1e9:.3f}",
             f"{num_gaps / (duration_ns / 1e9):.1f}" if num_gaps > 0 and duration_ns > 0 else "-",
         )
 

@@ -91,7 +91,7 @@ async def _run(
     loop = asyncio.get_running_loop()
     server = _Server(
         uvicorn.Config(
-            app,  # type: ignore[arg-type]  # starlette's and uvicorn's names for the same ASGI types differ
+            app,
             # What is tested is what runs: uvicorn would otherwise choose by what else is installed.
             http="h11",
             loop="asyncio",
@@ -153,7 +153,7 @@ class _Server(uvicorn.Server):
 
 @contextlib.contextmanager
 def _signals(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> Iterator[None]:
-    """Call ``stop`` on SIGTERM and SIGINT inside the block; no effect outside the main thread (Python has none there)."""
+    """Call ``stop`` on SIGTERM and SIGINT inside the block; no effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
