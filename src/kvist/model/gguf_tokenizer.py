@@ -182,7 +182,8 @@ def _byte_level(metadata: Mapping[str, Any], pieces: Sequence[str]) -> tuple[boo
             f"known: {', '.join(sorted(PRE_TOKENIZERS))}"
         )
     # Spaces are spelled otherwise in byte-level pieces, so the first one is the border.
-    merges = [tuple(merge.split(" ", 1)) for merge in _get_list(metadata, "merges", str)]
+    halves = (merge.partition(" ") for merge in _get_list(metadata, "merges", str))
+    merges = [(left, right) for left, _, right in halves]
     backend = _bpe(pieces, merges, ignore_merges=pre.ignores_merges)
     if pre.is_nfc:
         backend.normalizer = normalizers.NFC()
@@ -244,7 +245,7 @@ def _merges_by_score(
 
 def _bpe(
     pieces: Sequence[str],
-    merges: Sequence[tuple[str, ...]],
+    merges: Sequence[tuple[str, str]],
     **options: Any,  # noqa: ANN401  # tokenizers' own
 ) -> Tokenizer:
     ids = {piece: token_id for token_id, piece in enumerate(pieces)}
