@@ -139,6 +139,19 @@ def _check_range(name: str, value: float, low: float, high: float) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCopy:
+    """Copy the first positions of one block into another, all layers, before anything is computed.
+
+    Copies run in plan order; a later copy may overwrite the source of an earlier one.
+    """
+
+    source: BlockId
+    target: BlockId
+    num_tokens: int
+    """Leading positions to copy, [1, block_size]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
     """Log-probabilities at one output position."""
 

@@ -1,0 +1,30 @@
+"""The record of one block of KV memory.
+
+Responsible for nothing but the fields. ``pool`` alone changes the reference count, ``tree`` alone changes the node.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvist.cache.tree import Node
+    from kvist.types import BlockId
+
+
+class Block:
+    """One block of the pool, from start to end of the engine; compared and hashed by identity."""
+
+    __slots__ = ("block_id", "duplicate_of", "node", "ref_count")
+
+    def __init__(self, block_id: BlockId) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        """Leases with the block in their table, plus pending copies out of it."""
+        self.node: Node | None = None
+        """The node it stands for in the prefix tree; None: free, or private to one lease."""
+        self.duplicate_of: Node | None = None
+        """The node whose content it has too; only while private."""
+
+    def __repr__(self) -> str:
+        return f"Block({self.block_id}, ref_count={self.ref_count})"

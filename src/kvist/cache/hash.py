@@ -1,0 +1,179 @@
+"""Keyed identities of blocks, and the identities of one sequence's tokens.
+
+Responsible for the bytes that are hashed and for computing each identity once. Knows no block pool and no tree; whether
+two equal identities really mean equal tokens is checked where they are used.
+
+An identity is BLAKE3, keyed with 32 secret bytes, of ``version tag field*`` where each field is a length followed by
+that many bytes, so no byte can move from one field to its neighbour without changing the message. Integers are
+little-endian.
+
+    root   version u8 = 1, tag "R", then model, adapter, tenant, layout: each length u64, UTF-8 bytes
+    block  version u8 = 1, tag "B", then parent identity, token ids (u32 each): each length u64, bytes
+
+The number of tokens is part of the message, so blocks of different sizes never have equal identities by construction.
+
+Source: BLAKE3 (O'Connor, Aumasson, Neves, Wilcox-O'Hearn, 2020), keyed_hash mode. Untagged fields and unkeyed or
+unverified hashes have leaked other tenants' context elsewhere (vllm-project/vllm GHSA-rm76-4mrf-v9r8).
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from typing import TYPE_CHECKING
+
+from blake3 import blake3
+
+from kvist.errors import ConfigError, RequestError
+from kvist.types import BlockHash
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvist.cache.namespaces import Namespace
+
+SCHEMA_VERSION = 1
+"""Changes whenever the hashed message changes; identities of different versions never meet."""
+KEY_BYTES = 32
+"""Length of the secret key."""
+TOKEN_BYTES = 4
+"""Bytes of one token id in a block's identity and in its kept tokens."""
+
+_VERSION = SCHEMA_VERSION.to_bytes(1, "little")
+_ROOT_TAG = _VERSION + b"R"
+_BLOCK_TAG = _VERSION + b"B"
+
+
+def _field(value: bytes) -> bytes:
+    return len(value).to_bytes(8, "little") + value
+
+
+class BlockHasher:
+    """Computes identities under one secret key. Immutable; any thread.
+
+    Args:
+        key: 32 secret bytes; identities under different keys are unrelated.
+
+    Raises:
+        ConfigError: The key has another length.
+    """
+
+    __slots__ = ("_key",)
+
+    def __init__(self, key: bytes) -> None:
+        if len(key) != KEY_BYTES:
+            raise ConfigError(
+                f"[cache] the hash key must be {KEY_BYTES} bytes, received {len(key)}"
+            )
+        self._key = key
+
+    def root(self, namespace: Namespace) -> BlockHash:
+        """Return the identity of the empty prefix of a namespace."""
+        fields = (namespace.model, namespace.adapter, namespace.tenant, namespace.layout)
+        message = _ROOT_TAG + b"".join(_field(value.encode()) for value in fields)
+        return BlockHash(blake3(message, key=self._key).digest())
+
+    def child(self, parent: BlockHash, tokens: bytes) -> BlockHash:
+        """Return the identity of the block that follows a prefix.
+
+        Args:
+            parent: Identity of the block before it, or of the root.
+            tokens: Token ids of the block, u32 little-endian.
+
+        Complexity: O(tokens).
+        """
+        # _field written out: this runs once per block of every prompt.
+        message = b"".join(
+            (
+                _BLOCK_TAG,
+                len(parent).to_bytes(8, "little"),
+                parent,
+                len(tokens).to_bytes(8, "little"),
+                tokens,
+            )
+        )
+        return BlockHash(blake3(message, key=self._key).digest())
+
+
+class TokenChain:
+    """The tokens of one sequence, cut into blocks, and the identities of the full ones.
+
+    Append-only, owned by one request on the engine thread. Identities are computed when first asked for, once.
+
+    Args:
+        hasher: Computes the identities.
+        namespace: Where the sequence's blocks may be shared.
+        block_size: Tokens per block, >= 1.
+        token_ids: The tokens so far, each in [0, 2**32).
+
+    Raises:
+        RequestError: A token id is out of range.
+
+    Complexity: O(tokens) to build; O(block_size) amortised per new identity.
+    """
+
+    __slots__ = ("_block_bytes", "_blocks", "_hasher", "_hashes", "_tail", "namespace")
+
+    def __init__(
+        self,
+        hasher: BlockHasher,
+        namespace: Namespace,
+        block_size: int,
+        token_ids: Sequence[int],
+    ) -> None:
+        self.namespace = namespace
+        self._hasher = hasher
+        self._block_bytes = width = block_size * TOKEN_BYTES
+        packed = _pack(token_ids)
+        num_full_bytes = len(packed) // width * width
+        self._blocks = [packed[i : i + width] for i in range(0, num_full_bytes, width)]
+        self._tail = packed[num_full_bytes:]
+        # Entry i is the parent of block i: the root first.
+        self._hashes = [hasher.root(namespace)]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the sequence."""
+        return (len(self._blocks) * self._block_bytes + len(self._tail)) // TOKEN_BYTES
+
+    @property
+    def num_full_blocks(self) -> int:
+        """Blocks whose tokens are all known."""
+        return len(self._blocks)
+
+    def append(self, token_id: int) -> None:
+        """Add one token to the end."""
+        self._tail += _pack((token_id,))
+        if len(self._tail) == self._block_bytes:
+            self._blocks.append(self._tail)
+            self._tail = b""
+
+    def block_hash(self, index: int) -> BlockHash:
+        """Return the identity of full block ``index``, in [0, num_full_blocks).
+
+        Complexity: O(1) when asked for before, else O(tokens not hashed yet before the block's end).
+        """
+        return self.parent_hash(index + 1)
+
+    def parent_hash(self, index: int) -> BlockHash:
+        """Return the identity of what precedes block ``index``: block ``index - 1``, or the root."""
+        hashes = self._hashes
+        while len(hashes) <= index:
+            hashes.append(self._hasher.child(hashes[-1], self._blocks[len(hashes) - 1]))
+        return hashes[index]
+
+    def block_tokens(self, index: int) -> bytes:
+        """Return the known token ids of block ``index``, u32 little-endian; the last block may be partial or empty."""
+        return self._blocks[index] if index < len(self._blocks) else self._tail
+
+
+def _pack(token_ids: Sequence[int]) -> bytes:
+    try:
+        packed = array("I", token_ids)
+    except OverflowError:
+        raise RequestError(
+            "[cache] token ids must be in [0, 2**32), received one outside"
+        ) from None
+    if sys.byteorder == "big":  # pragma: no cover - no big-endian machine runs the tests
+        packed.byteswap()
+    return packed.tobytes()

@@ -1,0 +1,171 @@
+"""The laws of the cache, checked from scratch.
+
+Responsible for saying which law does not hold, with a dump of the state. Recomputes everything from the records, so it
+costs O(blocks): for tests, and for an idle engine. Knows nothing of how the state came about.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from kvist.errors import InvariantViolation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from kvist.cache.block import Block
+    from kvist.cache.lease import PrefixLease
+    from kvist.cache.pending import PendingIdentities
+    from kvist.cache.pool import BlockPool
+    from kvist.cache.tree import Node, PrefixTree
+
+
+def check(
+    pool: BlockPool,
+    tree: PrefixTree,
+    pending: PendingIdentities,
+    leases: Sequence[PrefixLease],
+) -> None:
+    """Check every law.
+
+    Args:
+        pool: All blocks.
+        tree: What is published.
+        pending: What is in flight.
+        leases: All live leases.
+
+    Raises:
+        InvariantViolation: At least one does not hold; all that do not are listed.
+    """
+    problems = [
+        *_conservation(pool, leases),
+        *_tree_shape(tree),
+        *_tree_references(pool, tree),
+        *_lease_paths(leases),
+    ]
+    in_flight = Counter(key for lease in leases for _, key in lease.pending)
+    if in_flight != pending.counts:
+        problems.append(f"{len(pending.counts)} identities in flight, leases have {len(in_flight)}")
+    if problems:
+        raise InvariantViolation(
+            f"[cache] expected every law to hold, {len(problems)} do not: {'; '.join(problems)}\n"
+            f"{dump(pool, tree, leases)}"
+        )
+
+
+def dump(pool: BlockPool, tree: PrefixTree, leases: Sequence[PrefixLease]) -> str:
+    """Return the state in lines, without token ids."""
+    lines = [
+        f"free (next last): {[block.block_id for block in pool.free_blocks]}",
+        f"evictable (oldest first): {[block.block_id for block in pool.evictable]}",
+        f"held: {[block for block in pool.blocks if block.ref_count]}",
+        f"reserved: {pool.num_reserved}",
+        *(repr(lease) for lease in leases),
+        *(_describe(node) for node in tree.nodes()),
+    ]
+    return "\n".join(lines)
+
+
+def _describe(node: Node) -> str:
+    kind = "open" if node.is_open else "partial" if node.is_partial else "full"
+    parent = node.parent.block if node.parent is not None else None
+    return (
+        f"{kind} node: {node.block!r} below {parent!r}, {len(node.tokens) // 4} tokens, "
+        f"{len(node.keys)} children, duplicates {list(node.duplicates)}"
+    )
+
+
+def _conservation(pool: BlockPool, leases: Sequence[PrefixLease]) -> Iterator[str]:
+    free, evictable = set(pool.free_blocks), set(pool.evictable)
+    held = {block for block in pool.blocks if block.ref_count}
+    num_listed = pool.num_free + len(pool.evictable) + len(held)
+    if num_listed != len(pool.blocks) or free | evictable | held != set(pool.blocks):
+        yield (
+            f"{pool.num_free} free + {len(evictable)} evictable + {len(held)} held blocks are not "
+            f"each of the {len(pool.blocks)} blocks once"
+        )
+    references: Counter[Block] = Counter()
+    for lease in leases:
+        references.update(lease.blocks)
+        references.update([lease.copy_source] if lease.copy_source is not None else [])
+        if lease.block_table != [block.block_id for block in lease.blocks]:
+            yield f"block table and blocks differ in {lease!r}"
+    for block in pool.blocks:
+        if block.ref_count != references[block]:
+            yield f"{block!r} has {references[block]} holders"
+    num_reserved = sum(lease.num_reserved_blocks for lease in leases)
+    if num_reserved != pool.num_reserved or pool.num_available < 0:
+        yield (
+            f"{pool.num_reserved} blocks reserved, leases have {num_reserved}, "
+            f"{pool.num_available} are available"
+        )
+
+
+def _tree_shape(tree: PrefixTree) -> Iterator[str]:
+    parents = [*tree.roots.values(), *tree.nodes()]
+    for parent in parents:
+        if parent.keys != sorted(child.tokens for child in parent.ordered):
+            yield f"keys and children differ below {parent.block!r}"
+        full = {child.block_hash: child for child in parent.ordered if child.block_hash is not None}
+        if full != parent.children:
+            yield f"identities and full children differ below {parent.block!r}"
+        if parent.keys and parent.parent is not None and parent.block_hash is None:
+            yield f"{_describe(parent)} has children without being full"
+        if not parent.keys and parent.parent is None:
+            yield f"a root has no children: {parent.namespace!r}"
+        for child in parent.ordered:
+            if child.parent is not parent or child.namespace != parent.namespace:
+                yield f"{_describe(child)} stands below {parent.block!r}"
+
+
+def _tree_references(pool: BlockPool, tree: PrefixTree) -> Iterator[str]:
+    nodes = list(tree.nodes())
+    order: dict[Block, int] = {block: place for place, block in enumerate(pool.evictable)}
+    if {node.block for node in nodes} != {block for block in pool.blocks if block.node is not None}:
+        yield "nodes and blocks do not point at each other"
+    if not order.keys() <= {node.block for node in nodes}:
+        yield "an evictable block is not in the tree"
+    for node in nodes:
+        block = node.block
+        if block.node is not node or block.duplicate_of is not None:
+            yield f"{_describe(node)} is not what its block says"
+        elif block.ref_count:
+            yield from _held_node(node, order)
+        else:
+            yield from _unreferenced_node(tree, node, order)
+
+
+def _held_node(node: Node, order: Mapping[Block, int]) -> Iterator[str]:
+    parent = node.parent
+    if parent is not None and parent.block in order:
+        yield f"{_describe(node)} is held below an evictable block"
+    for duplicate in node.duplicates:
+        if duplicate.duplicate_of is not node or duplicate.node or not duplicate.ref_count:
+            yield f"{duplicate!r} is not a duplicate of {_describe(node)}"
+
+
+def _unreferenced_node(tree: PrefixTree, node: Node, order: Mapping[Block, int]) -> Iterator[str]:
+    if node.is_open or node.duplicates:
+        yield f"{_describe(node)} is open or has duplicates without being held"
+    if node.is_partial and tree.is_covered(node):
+        yield f"{_describe(node)} is a prefix of a sibling"
+    for child in node.ordered:
+        if child.block not in order or order[child.block] > order.get(node.block, -1):
+            yield f"{_describe(child)} would be evicted after its parent"
+
+
+def _lease_paths(leases: Sequence[PrefixLease]) -> Iterator[str]:
+    for lease in leases:
+        node = lease.tip
+        for index in reversed(range(lease.num_sealed)):
+            block = lease.blocks[index]
+            if node is None or (block.node is not node and block.duplicate_of is not node):
+                yield f"block {index} of {lease!r} is not on its path in the tree"
+                break
+            node = node.parent
+        if (
+            lease.open_node is not None
+            and lease.open_node.block is not lease.blocks[lease.num_sealed]
+        ):
+            yield f"the open node of {lease!r} is not its next block"

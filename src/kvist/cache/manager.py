@@ -1,0 +1,495 @@
+"""The cache as the scheduler sees it: look up, admit, extend, commit, release.
+
+Responsible for who holds which block, and for what is published. Knows token ids and block ids; no tensors, no
+requests, no steps. Engine thread only.
+
+1. ``free + evictable + held == num_blocks``, and a block's ref count is the number of leases that hold it.
+2. Hits are held before anything is allocated, or an allocation could evict them.
+3. A block is published, and its head offered for copying, only after its K and V were written (``commit``).
+4. A lease that holds a node holds, for each of its ancestors, the ancestor's block or a duplicate of it. So a node
+   without references has no referenced descendants, every unreferenced block can be evicted leaf by leaf, and children
+   never outlive parents.
+5. A hit was compared token by token with every block of its prefix.
+
+Duplicates (inv. 4). Two leases may compute the same block at the same time. Block tables are append-only, so the one
+that commits second keeps its own block and goes on below the published one. Holding that one too would cost a block
+which admission never counted, and with a small pool a lease could starve itself; so its own block is noted as a
+duplicate and takes the node over when the published block's last reference goes (that block is free then).
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from kvist.cache import invariants
+from kvist.cache.hash import TOKEN_BYTES, BlockHasher, TokenChain
+from kvist.cache.lease import PartialCopy, PrefixLease, PrefixMatch
+from kvist.cache.pending import PendingIdentities, pending_key
+from kvist.cache.pool import BlockPool
+from kvist.cache.stats import CacheStats, Counters
+from kvist.cache.tree import PrefixTree
+from kvist.errors import ConfigError, InvariantViolation
+from kvist.types import BlockCopy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvist.cache.block import Block
+    from kvist.cache.namespaces import Namespace
+    from kvist.cache.tree import Node
+
+
+class CacheManager:
+    """The prefix cache of one arena.
+
+    Args:
+        num_blocks: Blocks in the arena, >= 1.
+        block_size: Tokens per block, >= 1.
+        hasher: Computes block identities.
+        prefix_cache: Whether blocks are published and looked up at all.
+
+    Raises:
+        ConfigError: A size is below 1.
+    """
+
+    def __init__(
+        self, *, num_blocks: int, block_size: int, hasher: BlockHasher, prefix_cache: bool = True
+    ) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ConfigError(
+                f"[cache] num_blocks and block_size must be >= 1, received {num_blocks=}, {block_size=}; "
+                "raise --memory-gib"
+            )
+        self.block_size = block_size
+        self.prefix_cache = prefix_cache
+        self._hasher = hasher
+        self._pool = BlockPool(num_blocks)
+        self._tree = PrefixTree()
+        self._pending = PendingIdentities()
+        self._counters = Counters()
+        # Weak: a lease that its owner forgot must be collected to be noticed.
+        self._leases: weakref.WeakSet[PrefixLease] = weakref.WeakSet()
+
+    # --- sizes
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        return len(self._pool.blocks)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that hold nothing."""
+        return self._pool.num_free
+
+    @property
+    def num_evictable(self) -> int:
+        """Cached blocks that no lease holds."""
+        return len(self._pool.evictable)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that leases hold."""
+        return self.num_blocks - self.num_free - self.num_evictable
+
+    @property
+    def num_reserved(self) -> int:
+        """Blocks promised to leases, not allocated yet."""
+        return self._pool.num_reserved
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be promised: num_free + num_evictable - num_reserved."""
+        return self._pool.num_available
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Return the blocks that hold ``num_tokens`` positions."""
+        return -(-num_tokens // self.block_size)
+
+    def can_ever_admit(self, num_reserved_tokens: int) -> bool:
+        """Return whether the footprint fits the pool when nothing else runs."""
+        return self.num_blocks_for(num_reserved_tokens) <= self.num_blocks
+
+    # --- lookup
+
+    def new_chain(self, namespace: Namespace, token_ids: Sequence[int]) -> TokenChain:
+        """Return the chain of a sequence, for this cache's block size and key. O(tokens)."""
+        return TokenChain(self._hasher, namespace, self.block_size, token_ids)
+
+    def match(self, chain: TokenChain, max_hit_len: int) -> PrefixMatch:
+        """Return what the cache holds of a sequence. Changes nothing.
+
+        Args:
+            chain: The sequence.
+            max_hit_len: Hit at most so many tokens; a limit inside a full block makes it a partial copy.
+
+        Complexity: O(blocks of the sequence) dictionary lookups, each with one comparison of block_size tokens, and
+            one search among the children of the last hit (``tree``).
+        """
+        size = self.block_size
+        limit = min(max_hit_len, chain.num_tokens) if self.prefix_cache else 0
+        nodes: list[Node] = []
+        num_failures = 0
+        node = self._tree.roots.get(chain.namespace)
+        if node is not None:
+            for index in range(limit // size):
+                child = node.children.get(chain.block_hash(index))
+                if child is None:
+                    break
+                if child.tokens != chain.block_tokens(index):
+                    num_failures += 1
+                    break
+                nodes.append(child)
+                node = child
+        num_hit_tokens = len(nodes) * size
+        source, copy = None, None
+        head_len = min(limit - num_hit_tokens, size)
+        if node is not None and head_len > 0:
+            best = node.best_child(chain.block_tokens(len(nodes))[: head_len * TOKEN_BYTES])
+            if best is not None:
+                source, num_copied = best
+                copy = PartialCopy(source.block.block_id, num_copied)
+                num_hit_tokens += num_copied
+        return PrefixMatch(
+            block_ids=tuple([hit.block.block_id for hit in nodes]),
+            copy=copy,
+            num_hit_tokens=num_hit_tokens,
+            pending=num_hit_tokens < limit and pending_key(chain, len(nodes)) in self._pending,
+            max_hit_len=max_hit_len,
+            num_verification_failures=num_failures,
+            nodes=tuple(nodes),
+            source=source,
+            epoch=self._tree.epoch,
+        )
+
+    def lookup(self, chain: TokenChain, max_hit_len: int) -> PrefixMatch:
+        """Return ``match`` and note that its blocks were used.
+
+        Side effects: evictable blocks of the match become the most recently used ones; verification failures are
+            counted. Tokens looked up and hit are counted by ``admit``, so asking again costs no statistics.
+
+        Complexity: as ``match``.
+        """
+        match = self.match(chain, max_hit_len)
+        self._counters.num_verification_failures += match.num_verification_failures
+        evictable = self._pool.evictable
+        # Deepest first, so that every block stays before its ancestors (eviction inv. 1).
+        if match.source is not None and match.source.block.ref_count == 0:
+            evictable.touch(match.source.block)
+        for node in reversed(match.nodes):
+            if node.block.ref_count == 0:
+                evictable.touch(node.block)
+        return match
+
+    # --- leases
+
+    def admit(
+        self, match: PrefixMatch, chain: TokenChain, num_reserved_tokens: int
+    ) -> PrefixLease | None:
+        """Hold the hits of a match and promise the rest of the footprint.
+
+        Args:
+            match: What ``lookup`` found; looked up again when blocks have gone since.
+            chain: The sequence it was found for.
+            num_reserved_tokens: Positions the request may come to hold, prompt included.
+
+        Returns:
+            The lease, with the hits in its block table, or None: not now (nothing changed). When the copy's source
+            would take the last block that the footprint needs, the lease does without the copy; so a footprint that
+            ``can_ever_admit`` accepts is always admitted when no other lease is live.
+
+        Side effects: counts the admission; a copy's target is allocated at once, which may evict.
+
+        Complexity: O(blocks of the sequence).
+        """
+        if match.epoch != self._tree.epoch:
+            match = self.match(chain, match.max_hit_len)
+        pool = self._pool
+        hits = [node.block for node in match.nodes]
+        num_footprint = self.num_blocks_for(num_reserved_tokens)
+        source = None if match.source is None else match.source.block
+        copy = match.copy
+        # Holding an evictable block takes it from the others just as a promise does.
+        num_taken = sum([block.ref_count == 0 for block in hits])
+        if source is not None and copy is not None:
+            num_new = max(num_footprint - len(hits), 1)
+            if num_taken + (source.ref_count == 0) + num_new > pool.num_available:
+                source = copy = None
+        if source is None:
+            num_new = max(num_footprint - len(hits), 0)
+            if num_taken + num_new > pool.num_available:
+                return None
+        for block in hits:  # inv. 2
+            pool.hold(block)
+        if source is not None:
+            pool.hold(source)
+        pool.num_reserved += num_new
+        lease = PrefixLease(num_reserved_blocks=num_new, can_publish=self.prefix_cache)
+        self._leases.add(lease)
+        lease.blocks = hits
+        lease.block_table = [block.block_id for block in hits]
+        lease.num_shared = lease.num_sealed = len(hits)
+        lease.num_computed_tokens = len(hits) * self.block_size
+        lease.tip = match.nodes[-1] if hits else None
+        if source is not None and copy is not None:
+            lease.copy_source = source
+            self._append_blocks(lease, 1)
+            lease.pending_copy = BlockCopy(
+                source=source.block_id, target=lease.block_table[-1], num_tokens=copy.num_tokens
+            )
+            lease.num_computed_tokens += copy.num_tokens
+        if self.prefix_cache:
+            self._add_pending(lease, chain)
+        self._count_admission(lease, chain)
+        return lease
+
+    def extend(self, lease: PrefixLease, num_tokens: int) -> bool:
+        """Grow the block table to cover ``num_tokens`` positions.
+
+        Takes the blocks promised to the lease first, then free and evictable ones promised to nobody.
+
+        Returns:
+            False: not now (nothing changed). Never within the footprint that was admitted.
+
+        Raises:
+            InvariantViolation: The lease was released.
+
+        Side effects: may evict.
+
+        Complexity: O(blocks added).
+        """
+        self._require_live(lease, "extend")
+        num_new = self.num_blocks_for(num_tokens) - len(lease.blocks)
+        num_extra = num_new - lease.num_reserved_blocks
+        if num_extra > 0:
+            if num_extra > self._pool.num_available:
+                return False
+            lease.num_reserved_blocks += num_extra
+            self._pool.num_reserved += num_extra
+        self._append_blocks(lease, num_new)
+        return True
+
+    def commit(self, lease: PrefixLease, chain: TokenChain, num_computed_tokens: int) -> None:
+        """Note that K and V of positions ``[0, num_computed_tokens)`` are written, and publish them.
+
+        Newly full blocks enter the prefix tree; the head of the block being written becomes a candidate for copying.
+        A lower number than before says nothing new and changes nothing.
+
+        Args:
+            lease: The request's.
+            chain: Its sequence; holds at least so many tokens.
+            num_computed_tokens: Positions written, within the block table.
+
+        Raises:
+            InvariantViolation: The lease was released, or tokens or blocks do not reach that far.
+
+        Side effects: the source of the lease's pending copy is let go; partial blocks that are a prefix of the new
+            content are dropped.
+
+        Complexity: O(blocks newly full), and for each a search among its siblings (``tree``).
+        """
+        self._require_live(lease, "commit")
+        if num_computed_tokens > min(chain.num_tokens, len(lease.blocks) * self.block_size):
+            raise InvariantViolation(
+                f"[cache] commit of {num_computed_tokens=} exceeds the sequence ({chain.num_tokens}) or {lease!r}"
+            )
+        lease.num_computed_tokens = max(lease.num_computed_tokens, num_computed_tokens)
+        if lease.can_publish:
+            self._publish(lease, chain)
+        while lease.pending and lease.pending[0][0] <= lease.num_computed_tokens:
+            self._pending.remove(lease.pending.popleft()[1])
+        self._end_copy(lease)
+
+    def release(self, lease: PrefixLease) -> None:
+        """Give everything back: on finish, abort, preemption and error alike. Idempotent.
+
+        Published blocks stay cached; so does the computed head of the block that was being written, unless a sibling
+        begins with the same tokens. Everything else becomes free.
+
+        Complexity: O(blocks of the lease).
+        """
+        if lease.is_released:
+            return
+        lease.is_released = True
+        self._leases.discard(lease)
+        self._drop_pending(lease)
+        self._end_copy(lease)
+        self._pool.num_reserved -= lease.num_reserved_blocks
+        lease.num_reserved_blocks = 0
+        if lease.open_node is not None:
+            self._tree.seal(lease.open_node)
+            self._counters.num_partial_blocks += 1
+            lease.open_node = None
+        # Tails first, so that the longest prefix survives longest (eviction inv. 1).
+        for block in reversed(lease.blocks):
+            if block.duplicate_of is not None:
+                self._tree.remove_duplicate(block)
+            self._unhold(block)
+        lease.blocks = []
+        lease.block_table = []
+        lease.tip = None
+
+    # --- the whole cache
+
+    def reset(self) -> int:
+        """Drop every block that no lease holds from the cache; return how many."""
+        num_dropped = self.num_evictable
+        for _ in range(num_dropped):
+            self._drop(self._pool.evictable.oldest())
+        self._counters.num_reset_blocks += num_dropped
+        return num_dropped
+
+    def stats(self) -> CacheStats:
+        """Return sizes and counters."""
+        return CacheStats(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            num_free=self.num_free,
+            num_evictable=self.num_evictable,
+            num_held=self.num_held,
+            num_reserved=self.num_reserved,
+            **asdict(self._counters),
+        )
+
+    def check_invariants(self) -> None:
+        """Check every law of this package.
+
+        Raises:
+            InvariantViolation: One does not hold; the message names it and dumps the state.
+
+        Complexity: O(blocks of the pool and of all leases).
+        """
+        invariants.check(self._pool, self._tree, self._pending, tuple(self._leases))
+
+    # --- private
+
+    def _require_live(self, lease: PrefixLease, verb: str) -> None:
+        if lease.is_released:
+            raise InvariantViolation(f"[cache] {verb} needs a live lease, received {lease!r}")
+
+    def _append_blocks(self, lease: PrefixLease, num_new: int) -> None:
+        """Allocate blocks promised to the lease."""
+        for _ in range(num_new):
+            if self._pool.num_free == 0:
+                self._drop(self._pool.evictable.oldest())
+                self._counters.num_evictions += 1
+            block = self._pool.allocate()
+            lease.blocks.append(block)
+            lease.block_table.append(block.block_id)
+            lease.num_reserved_blocks -= 1
+            self._pool.num_reserved -= 1
+
+    def _drop(self, block: Block) -> None:
+        """Make an evictable block free. It must be a leaf."""
+        assert block.node is not None
+        self._pool.evictable.remove(block)
+        self._tree.remove(block.node)
+        self._pool.free(block)
+
+    def _unhold(self, block: Block) -> None:
+        """Take one reference away; the last one decides what becomes of the block."""
+        if not self._pool.unhold(block):
+            return
+        node = block.node
+        if node is None:
+            self._pool.free(block)
+        elif node.duplicates:
+            self._tree.replace(node, next(iter(node.duplicates)))
+            self._pool.free(block)
+        elif node.is_partial and self._tree.is_covered(node):
+            self._tree.remove(node)
+            self._pool.free(block)
+            self._counters.num_superseded_blocks += 1
+        else:
+            self._pool.keep(block)
+
+    def _end_copy(self, lease: PrefixLease) -> None:
+        """Let go of the copy's source: it has run, or never will."""
+        if lease.copy_source is not None:
+            self._unhold(lease.copy_source)
+            lease.copy_source = lease.pending_copy = None
+
+    def _publish(self, lease: PrefixLease, chain: TokenChain) -> None:
+        """Bring the tree up to date with what the lease has computed."""
+        num_full, num_head_tokens = divmod(lease.num_computed_tokens, self.block_size)
+        while lease.num_sealed < num_full:
+            if not self._publish_block(lease, chain):
+                return
+        if num_head_tokens:
+            tokens = chain.block_tokens(num_full)[: num_head_tokens * TOKEN_BYTES]
+            self._publish_head(lease, chain, tokens)
+
+    def _publish_block(self, lease: PrefixLease, chain: TokenChain) -> bool:
+        """Publish block num_sealed, or note it as a duplicate; False when its identity collides."""
+        block = lease.blocks[lease.num_sealed]
+        tokens = chain.block_tokens(lease.num_sealed)
+        block_hash = chain.block_hash(lease.num_sealed)
+        parent = lease.tip or self._tree.root(chain.namespace)
+        node = parent.children.get(block_hash)
+        if node is None:
+            self._publish_head(lease, chain, tokens)
+            assert lease.open_node is not None
+            node = lease.open_node
+            self._tree.publish(node, block_hash)
+            self._counters.num_published_blocks += 1
+        else:
+            if lease.open_node is not None:
+                self._tree.remove(lease.open_node)
+            if node.tokens != tokens:
+                # Nothing of this sequence can be found from here on, so nothing more is published.
+                self._counters.num_verification_failures += 1
+                lease.open_node = None
+                lease.can_publish = False
+                self._drop_pending(lease)
+                return False
+            self._add_duplicate(node, block)
+        lease.open_node = None
+        lease.tip = node
+        lease.num_sealed += 1
+        return True
+
+    def _publish_head(self, lease: PrefixLease, chain: TokenChain, tokens: bytes) -> None:
+        """Offer the computed tokens of block num_sealed for copying."""
+        if lease.open_node is None:
+            parent = lease.tip or self._tree.root(chain.namespace)
+            lease.open_node = self._tree.open(parent, lease.blocks[lease.num_sealed], tokens)
+        elif lease.open_node.tokens != tokens:
+            self._tree.grow(lease.open_node, tokens)
+        superseded = self._tree.superseded_by(lease.open_node)
+        if superseded is not None:
+            self._drop(superseded.block)
+            self._counters.num_superseded_blocks += 1
+
+    def _add_duplicate(self, node: Node, block: Block) -> None:
+        """Let a block with a node's content stand for the node, or stand by when the node's own block is held."""
+        self._counters.num_duplicate_blocks += 1
+        published = node.block
+        if published.ref_count:
+            self._tree.add_duplicate(node, block)
+        else:
+            self._pool.evictable.remove(published)
+            self._tree.replace(node, block)
+            self._pool.free(published)
+
+    def _add_pending(self, lease: PrefixLease, chain: TokenChain) -> None:
+        """Note what the lease is going to compute of the tokens known so far."""
+        size = self.block_size
+        for index in range(lease.num_shared, self.num_blocks_for(chain.num_tokens)):
+            key = pending_key(chain, index)
+            self._pending.add(key)
+            lease.pending.append((min((index + 1) * size, chain.num_tokens), key))
+
+    def _drop_pending(self, lease: PrefixLease) -> None:
+        while lease.pending:
+            self._pending.remove(lease.pending.popleft()[1])
+
+    def _count_admission(self, lease: PrefixLease, chain: TokenChain) -> None:
+        counters = self._counters
+        counters.num_admissions += 1
+        counters.num_lookup_tokens += chain.num_tokens
+        counters.num_hit_tokens += lease.num_computed_tokens
+        if lease.pending_copy is not None:
+            counters.num_partial_copies += 1
+            counters.num_copied_tokens += lease.pending_copy.num_tokens

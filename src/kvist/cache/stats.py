@@ -1,0 +1,76 @@
+"""Counters of the cache.
+
+Responsible for what is counted and for the frozen snapshot handed out. Knows nothing of how it comes about.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    """What the manager counts up since it was made; never reset."""
+
+    num_admissions: int = 0
+    num_lookup_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_copied_tokens: int = 0
+    num_partial_copies: int = 0
+    num_published_blocks: int = 0
+    num_partial_blocks: int = 0
+    num_duplicate_blocks: int = 0
+    num_superseded_blocks: int = 0
+    num_evictions: int = 0
+    num_reset_blocks: int = 0
+    num_verification_failures: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheStats:
+    """The cache at one moment.
+
+    Counters run since the start. A sequence counts when it is admitted, however often it was looked up before.
+    """
+
+    num_blocks: int
+    """Blocks in the pool: num_free + num_evictable + num_held."""
+    block_size: int
+    """Tokens per block."""
+    num_free: int
+    """Blocks that hold nothing."""
+    num_evictable: int
+    """Cached blocks that no lease holds."""
+    num_held: int
+    """Blocks that leases hold."""
+    num_reserved: int
+    """Blocks promised to leases, not allocated yet; at most num_free + num_evictable."""
+    num_admissions: int
+    """Leases given out; a preempted request counts again."""
+    num_lookup_tokens: int
+    """Tokens of the admitted sequences."""
+    num_hit_tokens: int
+    """Subset of num_lookup_tokens: those not computed again."""
+    num_copied_tokens: int
+    """Subset of num_hit_tokens: those copied from a partially matching block; the rest is shared."""
+    num_partial_copies: int
+    """Subset of num_admissions: those that copied a block's head."""
+    num_published_blocks: int
+    """Full blocks that entered the prefix tree."""
+    num_partial_blocks: int
+    """Heads of blocks that released leases left behind in the tree."""
+    num_duplicate_blocks: int
+    """Full blocks computed although an identical one was there already; not in num_published_blocks."""
+    num_superseded_blocks: int
+    """Subset of num_partial_blocks: dropped because a sibling begins with the same tokens."""
+    num_evictions: int
+    """Cached blocks dropped to allocate their memory."""
+    num_reset_blocks: int
+    """Cached blocks dropped by reset; not in num_evictions."""
+    num_verification_failures: int
+    """Identities that matched while the tokens did not, at lookup or commit. Never used."""
+
+    @property
+    def prefix_hit_fraction(self) -> float:
+        """Hit tokens per token looked up, in [0, 1]; 0 before the first admission."""
+        return self.num_hit_tokens / self.num_lookup_tokens if self.num_lookup_tokens else 0.0

@@ -1,0 +1,253 @@
+"""The prefix tree: which blocks hold the K and V of which tokens.
+
+Responsible for finding blocks by the tokens of their whole prefix, exactly. Knows no leases, no memory limit and no
+recency. A node stands for one block's tokens below one parent and points to the block that holds their K and V.
+
+    root of a namespace
+      full node        block_size tokens; found by identity, then compared; may have children
+        full node
+        open node      the computed head of the block that a live lease is writing; grows; a leaf
+        partial node   a head left behind by a released lease; a leaf
+
+Full nodes are shared by reference, the others (and full ones, for their first tokens) by copying.
+
+1. Children of a node have distinct tokens as far as they are full; ``keys`` is sorted and parallel to ``ordered``.
+2. Only full nodes have children. A root without children is dropped.
+3. ``duplicates`` are private blocks with the node's content whose leases go on below it. They stand in for the node's
+   block when that one's last reference goes, so a node with a held descendant is always held.
+4. No partial node with ref count 0 is a prefix of a sibling (open ones included): the sibling serves it.
+
+Longest common prefixes: among sorted byte strings, those sharing the longest prefix with a query stand next to its
+place. So the best partially matching child takes O(log children) comparisons of at most 4 * block_size bytes each and
+two prefix lengths, whatever the number of children; an index by first token would degrade where all children begin
+alike, as chat templates make them do.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from typing import TYPE_CHECKING
+
+from kvist.cache.block import Block
+from kvist.cache.hash import TOKEN_BYTES
+from kvist.types import BlockId
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvist.cache.namespaces import Namespace
+    from kvist.types import BlockHash
+
+_NO_BLOCK = BlockId(-1)
+
+
+class Node:
+    """The tokens of one block below one parent. Changed by ``PrefixTree`` only."""
+
+    __slots__ = (
+        "block",
+        "block_hash",
+        "children",
+        "duplicates",
+        "is_open",
+        "keys",
+        "namespace",
+        "ordered",
+        "parent",
+        "tokens",
+    )
+
+    def __init__(
+        self, namespace: Namespace, parent: Node | None, block: Block, tokens: bytes
+    ) -> None:
+        self.namespace = namespace
+        self.parent = parent
+        """None: this is a root."""
+        self.block = block
+        """Holds the K and V of the tokens; a root has one that is in no pool."""
+        self.tokens = tokens
+        """Token ids whose K and V are computed, u32 little-endian; not empty except in a root."""
+        self.block_hash: BlockHash | None = None
+        """Identity; full nodes only."""
+        self.is_open = False
+        """Whether a live lease is still writing the block."""
+        self.children: dict[BlockHash, Node] = {}
+        """Full children by identity."""
+        self.keys: list[bytes] = []
+        """Tokens of all children, full, open and partial, sorted as bytes."""
+        self.ordered: list[Node] = []
+        """The children in the order of ``keys``."""
+        self.duplicates: dict[Block, None] = {}
+        """Inv. 3, oldest first."""
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether it is a head left behind by a released lease."""
+        return self.block_hash is None and not self.is_open and self.parent is not None
+
+    def best_child(self, tokens: bytes) -> tuple[Node, int] | None:
+        """Return the child with the longest common token prefix, and its length in tokens; None: no common token.
+
+        Complexity: O(log children) comparisons (module docstring).
+        """
+        place = bisect_left(self.keys, tokens)
+        best = None
+        best_len = 0
+        for index in (place, place - 1):
+            if 0 <= index < len(self.keys):
+                length = common_tokens(self.keys[index], tokens)
+                if length > best_len:
+                    best, best_len = self.ordered[index], length
+        return None if best is None else (best, best_len)
+
+
+class PrefixTree:
+    """One tree per namespace. Engine thread only."""
+
+    __slots__ = ("epoch", "roots")
+
+    def __init__(self) -> None:
+        self.roots: dict[Namespace, Node] = {}
+        """Keyed by the namespace itself, so no collision can join two of them."""
+        self.epoch = 0
+        """Grows whenever a node goes or changes its block: what was matched before may be gone."""
+
+    def root(self, namespace: Namespace) -> Node:
+        """Return the root of a namespace, made when there is none."""
+        root = self.roots.get(namespace)
+        if root is None:
+            root = self.roots[namespace] = Node(namespace, None, Block(_NO_BLOCK), b"")
+        return root
+
+    def open(self, parent: Node, block: Block, tokens: bytes) -> Node:
+        """Add the computed head of the block that a lease is writing."""
+        node = Node(parent.namespace, parent, block, tokens)
+        node.is_open = True
+        block.node = node
+        self._insert(node)
+        return node
+
+    def grow(self, node: Node, tokens: bytes) -> None:
+        """Extend the computed head of an open node.
+
+        Complexity: O(log siblings) comparisons and a move of at most all siblings' pointers.
+        """
+        self._detach(node)
+        node.tokens = tokens
+        self._insert(node)
+
+    def publish(self, node: Node, block_hash: BlockHash) -> None:
+        """Turn an open node with all its tokens into a full one. No sibling may have the identity."""
+        assert node.parent is not None
+        node.is_open = False
+        node.block_hash = block_hash
+        node.parent.children[block_hash] = node
+
+    def seal(self, node: Node) -> None:
+        """Turn an open node into a partial one: nobody writes the block any more."""
+        node.is_open = False
+
+    def add_duplicate(self, node: Node, block: Block) -> None:
+        """Note a private block with a node's content, ready to stand in (inv. 3)."""
+        node.duplicates[block] = None
+        block.duplicate_of = node
+
+    def remove_duplicate(self, block: Block) -> None:
+        """Forget that a block duplicates a node, if it does."""
+        if block.duplicate_of is not None:
+            del block.duplicate_of.duplicates[block]
+            block.duplicate_of = None
+
+    def replace(self, node: Node, block: Block) -> None:
+        """Let another block with the same content, a duplicate or not noted yet, stand for a node."""
+        self.remove_duplicate(block)
+        node.block.node = None
+        node.block = block
+        block.node = node
+        self.epoch += 1
+
+    def remove(self, node: Node) -> None:
+        """Take a node without children out of the tree, and its root when that was the last one.
+
+        Complexity: O(log siblings) comparisons and a move of at most all siblings' pointers.
+        """
+        parent = node.parent
+        assert parent is not None
+        assert not node.keys
+        self._detach(node)
+        if node.block_hash is not None:
+            del parent.children[node.block_hash]
+        node.block.node = None
+        if parent.parent is None and not parent.keys:
+            del self.roots[parent.namespace]
+        self.epoch += 1
+
+    def superseded_by(self, node: Node) -> Node | None:
+        """Return the unreferenced partial sibling whose tokens ``node`` begins with, if there is one.
+
+        At most one exists, and it stands right before ``node``: whatever stands between a prefix and its extension
+        begins with the prefix too, and would have superseded it already (inv. 4).
+        """
+        assert node.parent is not None
+        index = _index(node) - 1
+        if index < 0:
+            return None
+        sibling = node.parent.ordered[index]
+        if (
+            sibling.is_partial
+            and sibling.block.ref_count == 0
+            and node.tokens.startswith(sibling.tokens)
+        ):
+            return sibling
+        return None
+
+    def is_covered(self, node: Node) -> bool:
+        """Return whether a sibling begins with the tokens of ``node``."""
+        assert node.parent is not None
+        keys = node.parent.keys
+        # Equal keys may stand on either side; longer ones stand right after the last equal one.
+        place = bisect_left(keys, node.tokens)
+        return place + 1 < len(keys) and keys[place + 1].startswith(node.tokens)
+
+    def nodes(self) -> Iterator[Node]:
+        """Yield every node except roots, parents first. For checks and dumps: O(nodes)."""
+        stack = list(self.roots.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.ordered)
+            if node.parent is not None:
+                yield node
+
+    def _insert(self, node: Node) -> None:
+        assert node.parent is not None
+        # Right of equal keys, so that whatever the node supersedes stands before it.
+        place = bisect_right(node.parent.keys, node.tokens)
+        node.parent.keys.insert(place, node.tokens)
+        node.parent.ordered.insert(place, node)
+
+    def _detach(self, node: Node) -> None:
+        assert node.parent is not None
+        place = _index(node)
+        del node.parent.keys[place]
+        del node.parent.ordered[place]
+
+
+def _index(node: Node) -> int:
+    """Return where a node stands among its siblings. O(log siblings + siblings with equal tokens)."""
+    assert node.parent is not None
+    place = bisect_left(node.parent.keys, node.tokens)
+    while node.parent.ordered[place] is not node:
+        place += 1
+    return place
+
+
+def common_tokens(left: bytes, right: bytes) -> int:
+    """Return how many leading token ids two runs of u32 little-endian share. O(bytes), no Python loop."""
+    num_bytes = min(len(left), len(right))
+    # The lowest set bit of the difference is in the first byte that differs.
+    difference = int.from_bytes(left[:num_bytes], "little") ^ int.from_bytes(
+        right[:num_bytes], "little"
+    )
+    if difference == 0:
+        return num_bytes // TOKEN_BYTES
+    return ((difference & -difference).bit_length() - 1) // (8 * TOKEN_BYTES)

@@ -1,0 +1,151 @@
+"""One sequence on its way through the engine: its tokens, its state and what it has cost.
+
+Responsible for the record of a sequence and for its life cycle. Knows nothing of queues, budgets or blocks beyond the
+lease it keeps for the scheduler. A client call with ``n > 1`` is n requests here.
+
+            +----------------- preempt -----------------+
+            v                                           |
+    PREEMPTED --- admit ---> RUNNING <--- admit --- WAITING (new)
+        |                       |                       |
+        +------- finish --------+-------- finish -------+--> FINISHED
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from kvist.errors import InvariantViolation
+from kvist.types import Usage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvist.cache.hash import TokenChain
+    from kvist.cache.lease import PrefixLease
+    from kvist.cache.namespaces import Namespace
+    from kvist.types import RequestId, SamplingParams, TokenId
+
+
+class RequestStatus(Enum):
+    """Where a request stands. Never compared by order."""
+
+    WAITING = "waiting"
+    """Accepted, nothing computed yet, holds no blocks."""
+    RUNNING = "running"
+    """Holds a lease; gets token positions in every step with room for it."""
+    PREEMPTED = "preempted"
+    """Gave its blocks back and waits to recompute prompt and output so far."""
+    FINISHED = "finished"
+    """Holds nothing; never seen again."""
+
+
+TRANSITIONS: Mapping[RequestStatus, frozenset[RequestStatus]] = MappingProxyType(
+    {
+        RequestStatus.WAITING: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
+        RequestStatus.RUNNING: frozenset({RequestStatus.PREEMPTED, RequestStatus.FINISHED}),
+        RequestStatus.PREEMPTED: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
+        RequestStatus.FINISHED: frozenset(),
+    }
+)
+"""Every legal change of state; any other is a bug."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """One sequence: what was asked for, and how far it has come.
+
+    Made by the engine, handed to ``Scheduler.add`` and owned by the scheduler from then on.
+
+    Invariants:
+        1. ``token_ids`` is prompt then output, and only ever grows; ``chain`` holds the same tokens.
+        2. A lease is held exactly while RUNNING.
+        3. ``0 <= num_computed_tokens <= num_tokens``, and 0 unless RUNNING.
+    """
+
+    request_id: RequestId
+    prompt_token_ids: tuple[TokenId, ...]
+    """At least one token."""
+    params: SamplingParams
+    namespace: Namespace
+    """Blocks are shared within it, never across."""
+    seed: int
+    """Of this sequence; siblings of one client call have different ones."""
+    eos_token_ids: frozenset[TokenId] = frozenset()
+    """The model's own end-of-sequence ids."""
+
+    # Everything below is written by the scheduler only.
+    token_ids: list[TokenId] = field(init=False)
+    """Prompt, then output."""
+    status: RequestStatus = field(init=False, default=RequestStatus.WAITING)
+    arrival_index: int = field(init=False, default=-1)
+    """Order of arrival, from 0; kept through preemption, so an old request stays old."""
+    chain: TokenChain = field(init=False)
+    """The same tokens with their block identities; set by ``Scheduler.add``."""
+    lease: PrefixLease | None = field(init=False, default=None)
+    num_computed_tokens: int = field(init=False, default=0)
+    """Leading positions whose K and V are present now."""
+    num_computed_before: int = field(init=False, default=0)
+    """Leading positions that were ever computed or cached for this request; below it, computing is recomputing."""
+    num_cached_tokens: int | None = field(init=False, default=None)
+    """Hit tokens at first admission; None before it."""
+    num_positions_computed: int = field(init=False, default=0)
+    """All work done for this request, in token positions, repeated work included."""
+    num_preemptions: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens given by the client."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens produced so far."""
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Positions still to compute before the next token can be chosen."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def output_token_ids(self) -> tuple[TokenId, ...]:
+        """Tokens produced so far. O(output)."""
+        return tuple(self.token_ids[len(self.prompt_token_ids) :])
+
+    def move_to(self, status: RequestStatus) -> None:
+        """Change the state.
+
+        Raises:
+            InvariantViolation: The table does not allow the change.
+        """
+        if status not in TRANSITIONS[self.status]:
+            raise InvariantViolation(
+                f"[request] {self.request_id} cannot go from {self.status.value} to {status.value}"
+            )
+        self.status = status
+
+    def append(self, token_id: TokenId) -> None:
+        """Add one output token."""
+        self.token_ids.append(token_id)
+        self.chain.append(token_id)
+
+    def usage(self) -> Usage:
+        """Return what the request has cost so far."""
+        return Usage(
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens or 0,
+            num_computed_tokens=self.num_positions_computed,
+            num_output_tokens=self.num_output_tokens,
+            num_preemptions=self.num_preemptions,
+        )

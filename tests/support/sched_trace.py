@@ -1,0 +1,321 @@
+"""Drive a scheduler without a model: a runner that checks every block it would read, and an oracle of the answers.
+
+The next token is a function of the whole prefix, the seed and the index. K and V of a position are represented by the
+hash of the prefix that ends there, so wrong sharing, a stale block or a missing copy shows up as a wrong hash in a
+block table, and the runner raises ``WrongContents`` naming it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvist.cache.hash import BlockHasher
+from kvist.cache.manager import CacheManager
+from kvist.cache.namespaces import Namespace
+from kvist.sched.output import SampledToken, StepResult
+from kvist.sched.policy import Fcfs
+from kvist.sched.request import Request, RequestStatus
+from kvist.sched.scheduler import RequestUpdate, Scheduler
+from kvist.types import FinishReason, RequestId, SamplingParams, TokenId, TokenLogprobs, Usage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from kvist.sched.output import SampleSpec, ScheduledSequence, StepPlan
+    from kvist.sched.policy import SchedulingPolicy
+
+VOCAB_SIZE = 37
+"""Small, so that prompts overlap and stop tokens are met."""
+EOS = frozenset({TokenId(0)})
+
+
+class WrongContents(AssertionError):
+    """A sequence would have read K and V that are not those of its prefix."""
+
+
+def prefix_hashes(tenant: str, token_ids: Iterable[int]) -> list[int]:
+    """Return one value per position that stands for K and V there: it depends on tenant and prefix."""
+    value = int.from_bytes(tenant.encode(), "little")
+    hashes = []
+    for token_id in token_ids:
+        value = hash((value, token_id))
+        hashes.append(value)
+    return hashes
+
+
+def next_token(prefix_hash: int, params: SamplingParams, seed: int, output_index: int) -> TokenId:
+    """Return the model's and sampler's answer; greedy ignores the seed."""
+    draw = 0 if params.is_greedy else hash((seed, output_index))
+    return TokenId(hash((prefix_hash, draw)) % VOCAB_SIZE)
+
+
+@dataclass(frozen=True)
+class Answer:
+    token_ids: tuple[TokenId, ...]
+    finish_reason: FinishReason
+
+
+def unshared_answer(request: Request, *, max_tokens_in_all: int) -> Answer:
+    """Compute what a request must answer, with no cache, no batch and no scheduler."""
+    params = request.params
+    output: list[TokenId] = []
+    limit = max_tokens_in_all - request.num_prompt_tokens
+    if params.max_tokens is not None:
+        limit = params.max_tokens
+    last = prefix_hashes(request.namespace.tenant, request.prompt_token_ids)[-1]
+    while len(output) < limit:
+        token_id = next_token(last, params, request.seed, len(output))
+        last = hash((last, token_id))
+        output.append(token_id)
+        is_eos = token_id in request.eos_token_ids and not params.ignore_eos
+        if is_eos or token_id in params.stop_token_ids:
+            return Answer(tuple(output), FinishReason.STOP)
+    return Answer(tuple(output), FinishReason.LENGTH)
+
+
+@dataclass
+class _Known:
+    """What the runner knows by itself of a sequence, to hold the plan against."""
+
+    request: Request
+    token_ids: list[TokenId]
+    hashes: list[int]
+
+
+class FakeRunner:
+    """Runs plans on integers. Keeps block contents, and a copy of each sequence to check the plan with."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.contents: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.known: dict[RequestId, _Known] = {}
+        self.num_positions_read = 0
+
+    def expect(self, request: Request) -> None:
+        tokens = list(request.prompt_token_ids)
+        self.known[request.request_id] = _Known(
+            request, tokens, prefix_hashes(request.namespace.tenant, tokens)
+        )
+
+    def run(self, plan: StepPlan) -> StepResult:
+        assert plan.sequences, "an empty plan"
+        for copy in plan.copies:
+            assert 1 <= copy.num_tokens <= self.block_size
+            source = self.contents[copy.source][: copy.num_tokens]
+            self.contents[copy.target][: copy.num_tokens] = source
+        # A model writes K and V of all sequences in a layer before any of them attends.
+        written: set[tuple[int, int]] = set()
+        for sequence in plan.sequences:
+            self._write(sequence, written)
+        samples = {}
+        for sequence in plan.sequences:
+            self._check_reads(sequence)
+            if sequence.sample is not None:
+                samples[sequence.request_id] = self._sample(sequence, sequence.sample)
+        assert len({s.request_id for s in plan.sequences}) == len(plan.sequences)
+        return StepResult(step_index=plan.step_index, samples=samples)
+
+    def _write(self, sequence: ScheduledSequence, written: set[tuple[int, int]]) -> None:
+        known = self.known[sequence.request_id]
+        start, end = sequence.start, sequence.context_len
+        assert sequence.token_ids, "a sequence without tokens"
+        assert list(sequence.token_ids) == known.token_ids[start:end], "not the request's tokens"
+        assert len(sequence.block_table) * self.block_size >= end, "block table too short"
+        assert len(set(sequence.block_table)) == len(sequence.block_table), "block twice in a table"
+        for position in range(start, end):
+            slot = sequence.block_table[position // self.block_size], position % self.block_size
+            assert slot not in written, f"slot {slot} written twice in one step"
+            written.add(slot)
+            self.contents[slot[0]][slot[1]] = known.hashes[position]
+
+    def _check_reads(self, sequence: ScheduledSequence) -> None:
+        known, size = self.known[sequence.request_id], self.block_size
+        for index, block_id in enumerate(sequence.block_table):
+            expected = known.hashes[: sequence.context_len][index * size : (index + 1) * size]
+            actual = self.contents[block_id][: len(expected)]
+            self.num_positions_read += len(expected)
+            if actual != expected:
+                raise WrongContents(
+                    f"{sequence.request_id}: block {block_id} (index {index}) does not hold its prefix"
+                )
+
+    def _sample(self, sequence: ScheduledSequence, spec: SampleSpec) -> SampledToken:
+        known = self.known[sequence.request_id]
+        request = known.request
+        num_prompt = request.num_prompt_tokens
+        assert sequence.context_len == num_prompt + spec.output_index, "sampled in the middle"
+        assert (spec.params, spec.seed) == (request.params, request.seed)
+        output = tuple(known.token_ids[num_prompt : num_prompt + spec.output_index])
+        has_history = spec.params.needs_history
+        assert spec.prompt_token_ids == (request.prompt_token_ids if has_history else ())
+        assert spec.output_token_ids == (output if has_history else ())
+        last = known.hashes[sequence.context_len - 1]
+        token_id = next_token(last, spec.params, spec.seed, spec.output_index)
+        # After a dropped result the same token is chosen again, and known already.
+        if len(known.token_ids) == sequence.context_len:
+            known.token_ids.append(token_id)
+            known.hashes.append(hash((last, token_id)))
+        logprobs = None
+        if spec.params.logprobs is not None:
+            logprobs = TokenLogprobs(token_id=token_id, logprob=-1.0)
+        return SampledToken(token_id=token_id, logprobs=logprobs)
+
+
+@dataclass
+class Record:
+    """What came out of one request."""
+
+    request: Request
+    token_ids: list[TokenId] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    usage: Usage | None = None
+
+
+class Trace:
+    """A scheduler on a real cache manager with the checking runner; every law is checked after every step."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        prefix_cache: bool = True,
+        max_batch_tokens: int = 64,
+        max_running: int = 16,
+        max_queue: int = 10_000,
+        max_context_len: int = 10_000,
+        reserve_tokens: int = 8,
+        policy: SchedulingPolicy | None = None,
+        keep_kv: bool = True,
+    ) -> None:
+        self.manager = CacheManager(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            hasher=BlockHasher(bytes(32)),
+            prefix_cache=prefix_cache and keep_kv,
+        )
+        self.scheduler = Scheduler(
+            self.manager,
+            max_batch_tokens=max_batch_tokens,
+            max_running=max_running,
+            max_queue=max_queue,
+            max_context_len=max_context_len,
+            reserve_tokens=reserve_tokens,
+            policy=policy or Fcfs(),
+            keep_kv=keep_kv,
+        )
+        self.runner = FakeRunner(num_blocks, block_size)
+        self.num_blocks = num_blocks
+        self.keep_kv = keep_kv
+        self.max_batch_tokens = max_batch_tokens
+        self.max_running = max_running
+        self.max_tokens_in_all = min(max_context_len, num_blocks * block_size + 1)
+        self.records: dict[RequestId, Record] = {}
+        self.plans: list[StepPlan] = []
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Iterable[int],
+        *,
+        tenant: str = "",
+        seed: int = 0,
+        eos: frozenset[TokenId] = EOS,
+        params: SamplingParams | None = None,
+        **sampling: object,
+    ) -> Request:
+        sampling.setdefault("temperature", 0.0)
+        request = Request(
+            request_id=RequestId(request_id),
+            prompt_token_ids=tuple(TokenId(t) for t in prompt),
+            params=params or SamplingParams(**sampling),
+            namespace=Namespace(model="fake", tenant=tenant),
+            seed=seed,
+            eos_token_ids=eos,
+        )
+        self.scheduler.add(request)
+        self.runner.expect(request)
+        self.records[request.request_id] = Record(request)
+        return request
+
+    def step(
+        self,
+        *,
+        before_run: Callable[[], None] = lambda: None,
+        before_apply: Callable[[], None] = lambda: None,
+    ) -> StepPlan | None:
+        """Do one step; the callables act while it is in flight. None: there was nothing to do."""
+        plan = self.scheduler.plan()
+        if plan is None:
+            assert not self.scheduler.has_work
+            return None
+        assert 1 <= plan.num_batch_tokens <= self.max_batch_tokens
+        assert self.scheduler.num_running <= self.max_running
+        before_run()
+        result = self.runner.run(plan)
+        before_apply()
+        for update in self.scheduler.apply(plan, result):
+            self.take(update)
+        self.check()
+        self.plans.append(plan)
+        return plan
+
+    def take(self, update: RequestUpdate | None) -> None:
+        if update is None:
+            return
+        record = self.records[update.request_id]
+        assert record.finish_reason is None, "an update after the last one"
+        record.token_ids += update.token_ids
+        record.logprobs += update.logprobs
+        record.finish_reason = update.finish_reason
+        record.stop_token_id = update.stop_token_id
+        record.usage = update.usage
+        if update.finish_reason is not None:
+            assert record.request.status is RequestStatus.FINISHED
+            assert record.request.lease is None
+        assert update.usage.num_output_tokens == len(record.token_ids)
+
+    def finish(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        self.take(self.scheduler.finish(RequestId(request_id), reason))
+
+    def drain(self, max_steps: int = 10_000) -> None:
+        """Step until everything is answered."""
+        for _ in range(max_steps):
+            if self.step() is None:
+                return
+        raise AssertionError(f"not done after {max_steps} steps: {self.scheduler.stats()}")
+
+    def check(self) -> None:
+        manager, scheduler = self.manager, self.scheduler
+        manager.check_invariants()
+        assert manager.num_free + manager.num_evictable + manager.num_held == self.num_blocks
+        running = [r for r in scheduler._requests.values() if r.status is RequestStatus.RUNNING]
+        assert sorted(running, key=lambda r: r.arrival_index) == scheduler._running
+        assert len(scheduler._requests) == len(running) + scheduler.num_waiting
+        for request in scheduler._requests.values():
+            assert (request.lease is not None) == (request.status is RequestStatus.RUNNING)
+            assert request.num_computed_tokens == 0 or request.lease is not None
+            assert request.num_computed_tokens <= request.num_tokens
+        if not running:
+            assert manager.num_held == 0
+            assert manager.num_reserved == 0
+
+    def check_answers(self) -> None:
+        """Every request ended; its answer is that of an unshared run, or the beginning of it when it was aborted."""
+        for request_id, record in self.records.items():
+            expected = unshared_answer(record.request, max_tokens_in_all=self.max_tokens_in_all)
+            answer = tuple(record.token_ids)
+            if record.finish_reason is FinishReason.ABORT:
+                assert answer == expected.token_ids[: len(answer)], request_id
+            else:
+                assert answer == expected.token_ids, request_id
+                assert record.finish_reason is expected.finish_reason, request_id
+
+    def compact_plan(self, plan: StepPlan) -> tuple[tuple[str, int, int, bool], ...]:
+        """Return (request, start, number of tokens, is sampled) of each sequence."""
+        return tuple(
+            (s.request_id, s.start, len(s.token_ids), s.sample is not None) for s in plan.sequences
+        )
