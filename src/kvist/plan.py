@@ -2,25 +2,37 @@
 
 Responsible for reading the machine (``detect_hardware``), for turning a configuration, a model and a machine into a
 frozen ``EnginePlan`` (``resolve``), and for saying what a model's memory will be before anything is loaded
-(``memory_estimate``). Reads headers and configurations only, allocates nothing and imports no tensor library.
+(``memory_estimate``). Allocates nothing and imports no tensor library; ``read_spec`` is
+here for whoever plans without loading.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvist.errors import ConfigError, ModelLoadError
-from kvist.model.gguf_file import read_gguf
-from kvist.model.spec_readers import spec_from_gguf, spec_from_hf_config
+from kvist.errors import ConfigError
+from kvist.model.spec_readers import read_spec
 from kvist.spec import GIB, KVSpec, ModelSpec
 
 if TYPE_CHECKING:
     from kvist.config import EngineConfig
+
+__all__ = [
+    "DTYPE_BYTES",
+    "EnginePlan",
+    "Hardware",
+    "MemoryEstimate",
+    "detect_hardware",
+    "kv_spec_of",
+    "memory_estimate",
+    "read_spec",
+    "resolve",
+    "resolve_dtype",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -248,26 +260,6 @@ def resolve_dtype(dtype: str) -> str:
             f"[plan] --dtype must be one of auto, {', '.join(DTYPE_BYTES)}, received {dtype!r}"
         )
     return resolved
-
-
-def read_spec(path: Path) -> ModelSpec:
-    """Read a model's description from a .gguf header or a folder's config.json; no weights are read.
-
-    Raises:
-        ModelLoadError: The file is missing or corrupt, or the architecture is not supported.
-    """
-    if path.is_file():
-        return spec_from_gguf(read_gguf(path))
-    file = path / "config.json"
-    try:
-        config = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:  # ValueError: not JSON, or not UTF-8
-        raise ModelLoadError(f"[plan] {file}: expected a JSON file, received {error}") from error
-    if not isinstance(config, dict):
-        raise ModelLoadError(
-            f"[plan] {file}: expected a JSON object, received {type(config).__name__}"
-        )
-    return spec_from_hf_config(config, str(file))
 
 
 def kv_spec_of(plan: EnginePlan, spec: ModelSpec) -> KVSpec:

@@ -7,12 +7,12 @@ import importlib
 
 import openai
 import pytest
+from tests.support.fake_engine import BOS, FakeEngine, Reply
 
 from kvist.config import ServerConfig
 from kvist.errors import EngineOverloaded, EngineStopped
 from kvist.server.app import create_app
 from kvist.types import FinishReason
-from tests.support.fake_engine import BOS, FakeEngine, Reply
 
 # The client's HTTP library has changed its name between versions; the transport must be from the same one.
 _http = importlib.import_module(
@@ -343,9 +343,13 @@ def test_error_in_mid_stream_is_raised_by_the_client():
     async def scenario(client):
         stream = await client.completions.create(model="fake-1", prompt="a", stream=True)
         texts = []
-        with pytest.raises(openai.APIError, match="failed inside the engine"):
+
+        async def read():
             async for chunk in stream:
                 texts.append(chunk.choices[0].text)  # noqa: PERF401  # what came before counts
+
+        with pytest.raises(openai.APIError, match="failed inside the engine"):
+            await read()
         return texts
 
     assert "".join(with_client(engine, scenario)) == "Hej!"

@@ -9,13 +9,13 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.support.asgi import JSON_HEADERS, arequest, events, exchange, request
+from tests.support.fake_engine import FakeEngine, FakePlan, Reply
 
 from kvist.config import ServerConfig
 from kvist.errors import EngineError, EngineOverloaded
 from kvist.server.app import create_app
 from kvist.types import FinishReason
-from tests.support.asgi import JSON_HEADERS, arequest, events, exchange, request
-from tests.support.fake_engine import FakeEngine, FakePlan, Reply
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -137,8 +137,7 @@ def test_disconnect_while_a_write_is_stuck_cancels_at_once():
         ) as (connection, _):
             await connection.stuck.wait()
             connection.disconnect()
-            while not engine.submissions[0].stream.is_cancelled:
-                await asyncio.sleep(0)
+            await asyncio.wait_for(engine.submissions[0].stream.cancelled.wait(), 5)
             connection.unblocked.set()
 
     asyncio.run(run())
@@ -296,10 +295,14 @@ def test_aborted_gate_does_not_wait_for_a_slow_body():
     async def run():
         app = create_app(FakeEngine(), ServerConfig())
         async with exchange(
-            app, "POST", "/v1/completions", headers=JSON_HEADERS, body=[b"{"], is_body_complete=False
+            app,
+            "POST",
+            "/v1/completions",
+            headers=JSON_HEADERS,
+            body=[b"{"],
+            is_body_complete=False,
         ) as (connection, _):
-            while not connection.num_body_messages_taken:
-                await asyncio.sleep(0)
+            await connection.has_taken_body.wait()
             app.state.gate.abort()
             assert (await connection.answer()).status == 503
 

@@ -39,7 +39,9 @@ class CallMaker:
         draw = self._random
         document = draw.choice(self._documents)
         prompt = document[: draw.randint(1, len(document))]
-        prompt = prompt + [draw.randrange(VOCAB_SIZE) for _ in range(draw.randint(0, self._max_suffix))]
+        prompt = prompt + [
+            draw.randrange(VOCAB_SIZE) for _ in range(draw.randint(0, self._max_suffix))
+        ]
         max_tokens = draw.choice([0, 1, 2, None, None, draw.randint(3, self._max_output)])
         params = SamplingParams(
             max_tokens=max_tokens,
@@ -81,9 +83,10 @@ def check_books(trace: Trace) -> None:
     assert stats.num_preemptions == sum(usage.num_preemptions for usage in usages)
     for record in trace.records.values():
         usage = record.usage
+        is_whole = usage.num_preemptions == 0 and record.finish_reason is not FinishReason.ABORT
         assert usage.num_prompt_tokens == record.request.num_prompt_tokens
         assert usage.num_cached_tokens < usage.num_prompt_tokens
-        if usage.num_preemptions == 0 and record.finish_reason is not FinishReason.ABORT:
+        if is_whole and trace.keep_kv:
             num_positions = usage.num_prompt_tokens + max(usage.num_output_tokens - 1, 0)
             assert usage.num_computed_tokens == num_positions - usage.num_cached_tokens
         if record.request.params.logprobs is not None:
@@ -94,8 +97,11 @@ def check_books(trace: Trace) -> None:
 
 def run_random_trace(
     *, num_requests: int, block_size: int, seed: int, max_context_len: int, max_running: int
-) -> Trace:
-    """Feed random calls through a pool of 64 blocks, with aborts and preemptions at every moment of a step."""
+) -> tuple[Trace, int]:
+    """Feed random calls through a pool of 64 blocks, with aborts and preemptions at every moment of a step.
+
+    Returns the trace and how many of its preemptions were forced.
+    """
     generator = random.Random(seed)
     trace = Trace(
         num_blocks=64,
@@ -109,12 +115,17 @@ def run_random_trace(
         generator, max_prompt_len=max_context_len * 2 // 5, max_output=max_context_len // 2
     )
     num_calls = 0
+    num_forced = 0
 
     def disturb() -> None:
+        nonlocal num_forced
         if generator.random() < 0.02 and (names := live(trace)):
             trace.finish(generator.choice(names))
         if generator.random() < 0.02 and (running := trace.scheduler._running):
             assert trace.scheduler.preempt(generator.choice(running).request_id)
+            num_forced += 1
+        if generator.random() < 0.002:
+            trace.manager.reset()
 
     while len(trace.records) < num_requests or trace.scheduler.has_work:
         if len(trace.records) < num_requests and trace.scheduler.num_waiting < 20:
@@ -123,9 +134,7 @@ def run_random_trace(
         disturb()
         if trace.scheduler.has_work:
             trace.step(before_run=disturb, before_apply=disturb)
-        if generator.random() < 0.002:
-            trace.manager.reset()
-    return trace
+    return trace, num_forced
 
 
 @pytest.mark.parametrize(
@@ -134,7 +143,7 @@ def run_random_trace(
 def test_a_thousand_random_requests_through_64_blocks(
     block_size: int, max_context_len: int, max_running: int
 ) -> None:
-    trace = run_random_trace(
+    trace, num_forced = run_random_trace(
         num_requests=1000,
         block_size=block_size,
         seed=block_size,
@@ -145,10 +154,9 @@ def test_a_thousand_random_requests_through_64_blocks(
     trace.check_answers()
     check_books(trace)
     stats, cache = trace.scheduler.stats(), trace.manager.stats()
-    forced = [record.usage.num_preemptions for record in trace.records.values()]
-    assert sum(forced) == stats.num_preemptions
     # Everything that the trace is there for did happen.
-    assert stats.num_preemptions > 100
+    assert num_forced > 50
+    assert stats.num_preemptions - num_forced > 100
     assert stats.num_recomputed_tokens > 1000
     assert stats.num_deferred_admissions > 100
     assert stats.num_dropped_results > 20
@@ -160,7 +168,9 @@ def test_a_thousand_random_requests_through_64_blocks(
 
 def test_the_same_trace_gives_the_same_plans() -> None:
     traces = [
-        run_random_trace(num_requests=60, block_size=4, seed=1, max_context_len=90, max_running=12)
+        run_random_trace(num_requests=60, block_size=4, seed=1, max_context_len=90, max_running=12)[
+            0
+        ]
         for _ in range(2)
     ]
     assert traces[0].plans == traces[1].plans
@@ -181,7 +191,7 @@ def answers(trace: Trace, calls: list[Call]) -> dict[str, tuple[tuple[int, ...],
 def test_answers_do_not_depend_on_any_option(seed: int) -> None:
     """Metamorphic: cache, chunk size, block size, batch size, KV cache and one-at-a-time give the same tokens."""
     maker = CallMaker(random.Random(seed), max_prompt_len=30, max_output=20)
-    calls = [maker.call() for _ in range(25)]
+    calls = [maker.call() for _ in range(15)]
     options = [
         {"block_size": 4},
         {"block_size": 4, "prefix_cache": False},
@@ -193,9 +203,7 @@ def test_answers_do_not_depend_on_any_option(seed: int) -> None:
         {"block_size": 64, "num_blocks": 6},
         {"block_size": 16, "keep_kv": False},
     ]
-    first, *others = (
-        answers(Trace(max_context_len=60, **option), calls) for option in options
-    )
+    first, *others = (answers(Trace(max_context_len=60, **option), calls) for option in options)
     for other in others:
         assert other == first
 
@@ -240,7 +248,7 @@ def act(trace: Trace, event: tuple[object, ...]) -> None:
     max_batch_tokens=st.sampled_from([1, 3, 8, 40]),
     max_running=st.sampled_from([1, 2, 6]),
     reserve_tokens=st.integers(1, 4),
-    prefix_cache=st.booleans(),
+    mode=st.sampled_from(["prefix cache", "prefix cache", "no prefix cache", "no KV cache"]),
 )
 def test_small_traces_answer_like_unshared_runs(
     events: list[Call | tuple[object, ...]],
@@ -249,7 +257,7 @@ def test_small_traces_answer_like_unshared_runs(
     max_batch_tokens: int,
     max_running: int,
     reserve_tokens: int,
-    prefix_cache: bool,
+    mode: str,
 ) -> None:
     # Just enough blocks for the largest request, and a few more: 12 prompt tokens and 8 of 9 outputs.
     trace = Trace(
@@ -259,7 +267,8 @@ def test_small_traces_answer_like_unshared_runs(
         max_running=max_running,
         reserve_tokens=reserve_tokens,
         max_context_len=26,
-        prefix_cache=prefix_cache,
+        prefix_cache=mode == "prefix cache",
+        keep_kv=mode != "no KV cache",
     )
     for index, event in enumerate(events):
         if isinstance(event, Call):
@@ -277,4 +286,3 @@ def test_small_traces_answer_like_unshared_runs(
     trace.drain()
     trace.check_answers()
     check_books(trace)
-

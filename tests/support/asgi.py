@@ -48,6 +48,7 @@ class Connection:
         if is_reading:
             self.unblocked.set()
         self.num_body_messages_taken = 0
+        self.has_taken_body = asyncio.Event()
 
     def disconnect(self) -> None:
         self._gone.set()
@@ -55,7 +56,9 @@ class Connection:
 
     async def receive(self) -> dict[str, Any]:
         message = await self.incoming.get()
-        self.num_body_messages_taken += message["type"] == "http.request"
+        if message["type"] == "http.request":
+            self.num_body_messages_taken += 1
+            self.has_taken_body.set()
         if message["type"] == "http.disconnect":
             self.incoming.put_nowait(message)
         return message
@@ -113,7 +116,8 @@ async def exchange(
         "root_path": "",
         "query_string": query.encode(),
         "headers": [
-            (name.lower().encode(), value.encode("utf-8")) for name, value in (headers or {}).items()
+            (name.lower().encode(), value.encode("utf-8"))
+            for name, value in (headers or {}).items()
         ],
         "server": ("test", 80),
         "client": ("127.0.0.1", 1),

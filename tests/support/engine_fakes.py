@@ -98,6 +98,8 @@ class PrefixRunner:
     block_size: int
     before_step: Callable[[StepPlan], None] = lambda plan: None
     """Called first in each step; may wait, or raise to make the step fail."""
+    broken: dict[str, str] = field(default_factory=dict)
+    """Request ids for which no token can be chosen, with the reason."""
     slots: dict[tuple[int, int], int] = field(default_factory=dict)
     plans: list[StepPlan] = field(default_factory=list)
     thread_ids: set[int] = field(default_factory=set)
@@ -119,7 +121,10 @@ class PrefixRunner:
                 if spec.params.logprobs is not None:
                     logprobs = TokenLogprobs(token_id=token_id, logprob=-0.5)
                 samples[sequence.request_id] = SampledToken(token_id=token_id, logprobs=logprobs)
-        return StepResult(step_index=plan.step_index, samples=samples)
+        failed = {name: self.broken[name] for name in samples if name in self.broken}
+        for name in failed:
+            del samples[name]
+        return StepResult(step_index=plan.step_index, samples=samples, failed=failed)
 
     def _compute(self, sequence: ScheduledSequence) -> int:
         state = self.slots[self._slot(sequence, sequence.start - 1)] if sequence.start else 0

@@ -30,7 +30,9 @@ class FakeTokenizer:
         return [BOS] * add_special_tokens * bool(text) + list(text.encode())
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return bytes(token_id for token_id in token_ids if token_id < 256).decode("utf-8", "replace")
+        return bytes(token_id for token_id in token_ids if token_id < 256).decode(
+            "utf-8", "replace"
+        )
 
     def token_bytes(self, token_id: int) -> bytes:
         return {EOS: b"<eos>", BOS: b"<bos>"}.get(token_id) or bytes([token_id])
@@ -137,12 +139,12 @@ class FakeStream:
         self._engine = engine
         self._num_prompt_tokens = num_prompt_tokens
         self._params = params
-        self._cancelled = asyncio.Event()
+        self.cancelled = asyncio.Event()
 
     def cancel(self) -> None:
         if not self.is_finished:
             self.is_cancelled = True
-            self._cancelled.set()
+            self.cancelled.set()
 
     async def __aiter__(self) -> AsyncIterator[OutputChunk]:
         reply = self._engine.reply
@@ -212,13 +214,10 @@ class FakeStream:
     async def _hold(self) -> None:
         self._engine.held.set()
         waits = [
-            asyncio.ensure_future(event.wait())
-            for event in (self._engine.released, self._cancelled)
+            asyncio.ensure_future(event.wait()) for event in (self._engine.released, self.cancelled)
         ]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
-
-

@@ -59,16 +59,19 @@ class Answer:
 def unshared_answer(request: Request, *, max_tokens_in_all: int) -> Answer:
     """Compute what a request must answer, with no cache, no batch and no scheduler."""
     params = request.params
-    tokens = list(request.prompt_token_ids)
-    limit = len(tokens) + params.max_tokens if params.max_tokens is not None else max_tokens_in_all
-    while len(tokens) < limit:
-        index = len(tokens) - request.num_prompt_tokens
-        last = prefix_hashes(request.namespace.tenant, tokens)[-1]
-        tokens.append(next_token(last, params, request.seed, index))
-        is_eos = tokens[-1] in request.eos_token_ids and not params.ignore_eos
-        if is_eos or tokens[-1] in params.stop_token_ids:
-            return Answer(tuple(tokens[request.num_prompt_tokens :]), FinishReason.STOP)
-    return Answer(tuple(tokens[request.num_prompt_tokens :]), FinishReason.LENGTH)
+    output: list[TokenId] = []
+    limit = max_tokens_in_all - request.num_prompt_tokens
+    if params.max_tokens is not None:
+        limit = params.max_tokens
+    last = prefix_hashes(request.namespace.tenant, request.prompt_token_ids)[-1]
+    while len(output) < limit:
+        token_id = next_token(last, params, request.seed, len(output))
+        last = hash((last, token_id))
+        output.append(token_id)
+        is_eos = token_id in request.eos_token_ids and not params.ignore_eos
+        if is_eos or token_id in params.stop_token_ids:
+            return Answer(tuple(output), FinishReason.STOP)
+    return Answer(tuple(output), FinishReason.LENGTH)
 
 
 @dataclass
@@ -206,6 +209,7 @@ class Trace:
         )
         self.runner = FakeRunner(num_blocks, block_size)
         self.num_blocks = num_blocks
+        self.keep_kv = keep_kv
         self.max_batch_tokens = max_batch_tokens
         self.max_running = max_running
         self.max_tokens_in_all = min(max_context_len, num_blocks * block_size + 1)
@@ -248,7 +252,6 @@ class Trace:
         if plan is None:
             assert not self.scheduler.has_work
             return None
-        self.check()
         assert 1 <= plan.num_batch_tokens <= self.max_batch_tokens
         assert self.scheduler.num_running <= self.max_running
         before_run()

@@ -217,7 +217,9 @@ class EngineCore:
                 # Whatever the numeric code raises concerns the requests of this step; the others go on.
                 logger.exception("[engine] step %d failed", plan.step_index)
                 return self._fail_step(plan, error)
-            return [self._chunk(update) for update in self._scheduler.apply(plan, result)]
+            failures = self._fail_sequences(result)
+            updates = self._scheduler.apply(plan, self._without_gaps(plan, result))
+            return [*failures, *map(self._chunk, updates)]
         finally:
             self._busy_ns += self._clock() - started_ns
 
@@ -320,27 +322,48 @@ class EngineCore:
 
     def _fail_step(self, plan: StepPlan, error: Exception) -> list[OutputChunk | RequestFailure]:
         """End every client call with a sequence in the step; raise if the cache does not survive that."""
-        failed = {
-            self._sequences[sequence.request_id].call.group.request_id: None
-            for sequence in plan.sequences
-        }
         outputs: list[OutputChunk | RequestFailure] = []
-        for call_id in failed:
-            call = self._calls[call_id]
-            for request_id in list(call.open_ids):
-                self._final_chunk(request_id, FinishReason.ERROR)
+        for sequence in plan.sequences:
             cause = EngineError(
                 f"[engine] step {plan.step_index} failed ({type(error).__name__}: {error}); the request was ended"
             )
             cause.__cause__ = error
-            outputs.append(RequestFailure(request_id=call_id, error=cause))
-        # Every request of the step has ended, so these samples are dropped; the scheduler only wants the step closed.
-        nothing = SampledToken(token_id=TokenId(0))
-        samples = {sequence.request_id: nothing for sequence in plan.sequences}
-        self._scheduler.apply(plan, StepResult(step_index=plan.step_index, samples=samples))
-        # Heads are published by commit alone, so neither a copy nor a position that was not computed is ever offered.
+            outputs += self._fail(sequence.request_id, cause)
+        # Closes the step. Every request of it has ended, so nothing is appended; and heads are published by commit
+        # alone, so neither a copy nor a position that was not computed is ever offered to others.
+        nothing = StepResult(step_index=plan.step_index, samples={})
+        self._scheduler.apply(plan, self._without_gaps(plan, nothing))
         self._manager.check_invariants()
         return outputs
+
+    def _fail_sequences(self, result: StepResult) -> list[RequestFailure]:
+        """End the client calls of the sequences for which no token could be chosen."""
+        return [
+            failure
+            for request_id, message in result.failed.items()
+            for failure in self._fail(request_id, EngineError(message))
+        ]
+
+    def _fail(self, request_id: RequestId, error: EngineError) -> list[RequestFailure]:
+        """End the client call of a sequence with an error; nothing when a sibling ended it just before."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return []
+        call = sequence.call
+        for sibling_id in list(call.open_ids):
+            self._final_chunk(sibling_id, FinishReason.ERROR)
+        return [RequestFailure(request_id=call.group.request_id, error=error)]
+
+    def _without_gaps(self, plan: StepPlan, result: StepResult) -> StepResult:
+        """Return the result with a sample for each sequence that has ended: the scheduler wants one and drops it."""
+        ended = [s.request_id for s in plan.sequences if s.request_id not in self._sequences]
+        if not ended:
+            return result
+        nothing = SampledToken(token_id=TokenId(0))
+        return StepResult(
+            step_index=result.step_index,
+            samples={**dict.fromkeys(ended, nothing), **result.samples},
+        )
 
     def _forget(self, request_id: RequestId, reason: FinishReason, usage: Usage) -> None:
         """Drop a sequence that ended; log it, and count the call when it was the last one."""

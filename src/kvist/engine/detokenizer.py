@@ -139,9 +139,9 @@ class Detokenizer:
     Args:
         tokenizer: Gives the bytes of tokens.
         stop: Strings that end the text; not part of it.
-        previous_token_id: Last token before the sequence (of its prompt); None when there is none. A tokeniser that puts
-            a space before each text does so at the start and behind control tokens, so there, and only there, the
-            first space is taken away; a completion that continues a sentence keeps it.
+        previous_token_id: Last token before the sequence (of its prompt); None when there is none. A tokeniser that
+            puts a space before each text does so at the start and behind control tokens, so there, and only there,
+            the first space is taken away; a completion that continues a sentence keeps it.
     """
 
     def __init__(

@@ -130,7 +130,8 @@ def resolve(name: str) -> ResolvedModel:
     """Return where the model ``name`` is on this machine.
 
     Args:
-        name: A known name, a folder or .gguf file, a hub id ``owner/name`` or ``owner/name/file.gguf``; tried in this order.
+        name: A known name, a folder or .gguf file, a hub id ``owner/name`` or ``owner/name/file.gguf``; tried in this
+            order.
 
     Raises:
         ModelLoadError: There is no such model here; the message says how to get it, or which name may be meant.

@@ -8,7 +8,7 @@ Source: the conventions are those of Hugging Face transformers ("Writing a chat 
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import json
 from collections.abc import Mapping
 from functools import cached_property
@@ -104,7 +104,7 @@ def _plain(value: Any) -> Any:  # noqa: ANN401  # JSON
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """Accept ``{% generation %}...{% endgeneration %}``, which marks the assistant's text for training, as plain text."""
+    """Take ``{% generation %}...{% endgeneration %}``, which marks the assistant's text for training, as plain text."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja2's own declaration
 
@@ -131,7 +131,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _strftime_now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)  # noqa: DTZ005  # local time is what authors mean
+    return dt.datetime.now().strftime(pattern)  # noqa: DTZ005  # local time is what authors mean
 
 
 # Jinja's own filter escapes for HTML. Any: JSON.

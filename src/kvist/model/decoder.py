@@ -79,6 +79,8 @@ class Decoder:
                 f"{[rope.dim for rope in spec.ropes]}"
             )
         self.spec = spec
+        self.weights = weights
+        """The tensors, by the names of ``layout``; not to be changed."""
         self._embedding = weights[EMBEDDING]
         self._norm = weights[FINAL_NORM]
         self._head = Linear(weights[EMBEDDING if spec.has_tied_embeddings else HEAD])
@@ -86,7 +88,6 @@ class Decoder:
         self._ropes = tuple(RotaryEmbedding(rope) for rope in spec.ropes)
         # Rounded to the weights' dtype, as the model was trained (Gemma).
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.dtype).item()
-        self._num_bytes = sum(weight.nbytes for weight in weights.values())
         # QK-norm of all heads at once: normalise with unit weight, then multiply by each head's own.
         self._unit_weight = torch.ones(spec.head_dim, dtype=self.dtype)
 
@@ -98,7 +99,7 @@ class Decoder:
     @property
     def num_bytes(self) -> int:
         """Bytes of the weights."""
-        return self._num_bytes
+        return sum(weight.nbytes for weight in self.weights.values())
 
     def forward(
         self, token_ids: torch.Tensor, batch: AttentionBatch, arena: KVStore

@@ -1,7 +1,7 @@
 """A tokeniser out of a folder in Hugging Face's layout: tokenizer.json and the small files beside it.
 
-Responsible for the meaning of tokenizer.json's decoder, of tokenizer_config.json and of generation_config.json. Knows no
-tensor library; transformers is not imported, because that takes seconds and brings torch along.
+Responsible for the meaning of tokenizer.json's decoder, of tokenizer_config.json and of generation_config.json. Knows
+no tensor library; transformers is not imported, because that takes seconds and brings torch along.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from kvist.model.vocabulary import PieceEncoding, Vocabulary
 if TYPE_CHECKING:
     from pathlib import Path
 
-_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")  # fmt: skip
+_NAMED_TOKENS = tuple(
+    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+)
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<|eom_id|>")
 """Control tokens that end a turn; they end an answer too where the chat template writes them."""
 
@@ -104,7 +106,8 @@ def _add_missing_tokens(
                 found = backend.token_to_id(token.content)
                 if found != token_id:
                     raise ModelLoadError(
-                        f"[tokenizer] tokenizer_config.json gives {token.content!r} the id {token_id}, tokenizer.json {found}"
+                        f"[tokenizer] tokenizer_config.json gives {token.content!r} the id {token_id}, "
+                        f"tokenizer.json {found}"
                     )
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise ModelLoadError(
@@ -142,9 +145,6 @@ def _decoding(backend: Backend, path: Path) -> tuple[PieceEncoding, bool]:
         return (PieceEncoding.SENTENCEPIECE if has_bytes else PieceEncoding.METASPACE), strips
     if kinds == {"Metaspace"} and steps[0].get("replacement") == "▁":
         return PieceEncoding.METASPACE, steps[0].get("prepend_scheme", "always") != "never"
-    if kinds == {"Metaspace", "ByteFallback", "Fuse"} or kinds == {"Metaspace", "ByteFallback"}:
-        scheme = next(s for s in steps if s["type"] == "Metaspace").get("prepend_scheme", "always")
-        return PieceEncoding.SENTENCEPIECE, scheme != "never"
     raise ModelLoadError(
         f"[tokenizer] {path} decodes by {', '.join(sorted(kinds))}, expected byte-level BPE or SentencePiece"
     )

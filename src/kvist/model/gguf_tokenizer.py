@@ -1,10 +1,10 @@
 """A tokeniser out of the metadata of a GGUF file.
 
-Responsible for what ``tokenizer.ggml.*`` means: the two families of vocabulary, the pre-tokenisers named in files, token
-types, and which tokens begin and end a text. Knows nothing of the container format or of tensors.
+Responsible for what ``tokenizer.ggml.*`` means: the two families of vocabulary, the pre-tokenisers named in files,
+token types, and which tokens begin and end a text. Knows nothing of the container format or of tensors.
 
-Source: the behaviour of llama.cpp (src/llama-vocab.cpp), where files are made; the splitting expressions are those of the
-models' own tokenizer.json. Differences, each towards the model's own tokeniser:
+Source: the behaviour of llama.cpp (src/llama-vocab.cpp), where files are made; the splitting expressions are those of
+the models' own tokenizer.json. Differences, each towards the model's own tokeniser:
     - special tokens are matched leftmost-longest, not longest-first over the whole text;
     - Qwen's text is normalised to NFC;
     - control tokens never arise from merging ordinary text.
@@ -181,17 +181,18 @@ def _byte_level(metadata: Mapping[str, Any], pieces: Sequence[str]) -> tuple[boo
             f"[tokenizer] unknown pre-tokeniser {name!r} in tokenizer.ggml.pre; "
             f"known: {', '.join(sorted(PRE_TOKENIZERS))}"
         )
-    # The left half may begin with a space in principle, so the border is looked for behind its first character.
-    merges = []
-    for merge in _get_list(metadata, "merges", str):
-        border = merge.find(" ", 1)
-        merges.append((merge[:border], merge[border + 1 :]))
+    # Spaces are spelled otherwise in byte-level pieces, so the first one is the border.
+    halves = (merge.partition(" ") for merge in _get_list(metadata, "merges", str))
+    merges = [(left, right) for left, _, right in halves]
     backend = _bpe(pieces, merges, ignore_merges=pre.ignores_merges)
     if pre.is_nfc:
         backend.normalizer = normalizers.NFC()
+    # The library has GPT-2's expression built in, a third faster than the same one given to it.
+    ends_with_gpt2 = pre.splits[-1] == _GPT2
+    splits = pre.splits[:-1] if ends_with_gpt2 else pre.splits
     backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(split), "isolated") for split in pre.splits]
-        + [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [pre_tokenizers.Split(Regex(split), "isolated") for split in splits]
+        + [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=ends_with_gpt2)]
     )
     backend.decoder = decoders.ByteLevel()
     return pre.adds_bos, backend
@@ -244,19 +245,19 @@ def _merges_by_score(
 
 def _bpe(
     pieces: Sequence[str],
-    merges: list[tuple[str, str]],
+    merges: Sequence[tuple[str, str]],
     **options: Any,  # noqa: ANN401  # tokenizers' own
 ) -> Tokenizer:
     ids = {piece: token_id for token_id, piece in enumerate(pieces)}
     if len(ids) != len(pieces):
         twice = next(piece for token_id, piece in enumerate(pieces) if ids[piece] != token_id)
         raise ModelLoadError(f"[tokenizer] tokenizer.ggml.tokens holds {twice!r} twice")
-    for left, right in merges:
-        if left not in ids or right not in ids or left + right not in ids:
-            raise ModelLoadError(
-                f"[tokenizer] tokenizer.ggml.merges joins {left!r} and {right!r}, which are not tokens or make none"
-            )
-    return Tokenizer(models.BPE(vocab=ids, merges=merges, **options))
+    try:
+        return Tokenizer(models.BPE(vocab=ids, merges=merges, **options))
+    except Exception as error:  # tokenizers raises nothing more specific
+        raise ModelLoadError(
+            f"[tokenizer] tokenizer.ggml.merges does not fit tokenizer.ggml.tokens: {error}"
+        ) from error
 
 
 def _add_whole_tokens(backend: Tokenizer, pieces: Sequence[str], types: Sequence[int]) -> None:
@@ -333,8 +334,7 @@ def _get_list(
     default: Any = _REQUIRED,  # noqa: ANN401
 ) -> list[Any]:
     values: list[Any] = _get(metadata, name, list, default=default)
-    accepted = (int, float) if kind is float else kind
-    if not all(isinstance(value, accepted) for value in values):
+    if not {type(value) for value in values} <= {kind}:
         raise ModelLoadError(
             f"[tokenizer] tokenizer.ggml.{name} must be an array of {kind.__name__}"
         )

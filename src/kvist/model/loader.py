@@ -1,8 +1,8 @@
 """From a checkpoint on disk to a ``Decoder``: GGUF files and folders of safetensors.
 
 Responsible for finding every tensor, checking its name and shape before anything is allocated, and filling the
-decoder's fused tensors part by part, so that the peak is the weights plus one part. Knows nothing of families except what the
-formats themselves do differently. Pickled checkpoints are refused unread: loading one can run code.
+decoder's fused tensors part by part, so that the peak is the weights plus one part. Knows nothing of families except
+what the formats themselves do differently. Pickled checkpoints are refused unread: loading one can run code.
 
 Sources: llama.cpp's conversion script for the order of query and key rows in GGUF files of the llama family.
 """

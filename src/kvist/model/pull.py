@@ -95,7 +95,8 @@ def pull(name: str, on_progress: Callable[[PullProgress], None] = ignore_progres
     """Bring the model ``name`` onto this machine, or verify that it is here already.
 
     Args:
-        name: A known name, a hub id ``owner/name`` or ``owner/name/file.gguf``, or a local folder or file, which is only checked.
+        name: A known name, a hub id ``owner/name`` or ``owner/name/file.gguf``, or a local folder or file, which is
+            only checked.
         on_progress: Called with each stage's progress, possibly from another thread, a few times a second.
 
     Returns:
@@ -333,8 +334,8 @@ def choose_hub_files(hub: HubModel, sizes: dict[str, int]) -> dict[str, int]:
             f"`kvist pull {hub.repository}/{ggufs[0]}`: {', '.join(ggufs)}"
         )
     raise ModelLoadError(
-        f"[pull] {hub.repository} has neither config.json with *.safetensors nor a .gguf file; pickled weights are never "
-        "loaded, look for a converted repository"
+        f"[pull] {hub.repository} has neither config.json with *.safetensors nor a .gguf file; pickled weights are "
+        "never loaded, look for a converted repository"
     )
 
 
@@ -363,9 +364,9 @@ def _hub_errors(repository: str) -> Iterator[None]:
 
 def _silent_bar() -> type:
     """Return a tqdm class that draws nothing: progress is reported by the callback alone."""
-    from tqdm.auto import tqdm  # noqa: PLC0415  # comes with huggingface_hub
+    from tqdm.auto import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415  # comes with huggingface_hub
 
-    class Silent(tqdm):  # type: ignore[misc,type-arg]  # tqdm is untyped
+    class Silent(tqdm):  # type: ignore[misc]  # untyped
         def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  # tqdm's own
             kwargs.pop("name", None)  # huggingface_hub's addition to tqdm's arguments
             super().__init__(*args, **{**kwargs, "disable": True})

@@ -6,7 +6,8 @@ tensor library. Text in messages and errors never includes prompts.
 Invariants:
     1. ``decode`` joins the bytes of the tokens and reads them as UTF-8; what is not UTF-8 becomes U+FFFD, as Python's
        "replace" has it. No spaces are "cleaned up".
-    2. Unless the checkpoint normalises its input, ``decode(encode(text))`` is ``text`` for every text without special tokens.
+    2. Unless the checkpoint normalises its input, ``decode(encode(text))`` is ``text`` for every text without control
+       tokens.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from kvist.errors import RequestError
+from kvist.errors import ModelLoadError, RequestError
 from kvist.model.chat_template import ChatTemplate
+from kvist.model.chunk_cache import ChunkCache, can_cut, has_prefix
 from kvist.model.folder_tokenizer import vocabulary_from_folder
 from kvist.model.gguf_file import read_gguf
 from kvist.model.gguf_tokenizer import vocabulary_from_gguf
@@ -27,6 +29,8 @@ from kvist.model.vocabulary import piece_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
+
+    from tokenizers import Tokenizer as Backend
 
     from kvist.model.vocabulary import Vocabulary
 
@@ -56,6 +60,17 @@ class Tokenizer:
         self._backend = vocabulary.backend
         self._lock = threading.Lock()
         """Held while the backend is in the mode that ``parse_special`` asks for."""
+        self._caches = (
+            {
+                parse_special: ChunkCache(
+                    self._encode_whole, has_prefix=has_prefix(vocabulary.backend)
+                )
+                for parse_special in (True, False)
+            }
+            if can_cut(vocabulary.backend)
+            else None
+        )
+        self._before, self._behind = _text_borders(vocabulary.backend)
         self._bytes: list[bytes | None] = [None] * vocabulary.size
         self.vocab_size = vocabulary.size
         """Largest token id plus one; the model's embedding may have more rows."""
@@ -85,21 +100,28 @@ class Tokenizer:
             add_special_tokens: Put the tokens around it that the model expects around a text (often bos). False for
                 rendered chat templates, which spell them out.
             parse_special: Read the text of a control token (``<|im_end|>``) as that token, as transformers and most
-                servers do for plain prompts. False reads it as ordinary characters, so that whoever wrote the text cannot
-                forge the structure around it.
+                servers do for plain prompts. False reads it as ordinary characters, so that whoever wrote the text
+                cannot forge the structure around it.
 
         Raises:
             RequestError: The text is not valid Unicode.
         """
-        with self._lock:
-            self._backend.encode_special_tokens = not parse_special
-            try:
-                encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
-            except (UnicodeEncodeError, TypeError) as error:
-                raise RequestError(
-                    "[tokenizer] the text must be valid Unicode, received lone surrogates; remove them"
-                ) from error
-        ids: list[int] = encoding.ids
+        try:
+            with self._lock:
+                self._backend.encode_special_tokens = not parse_special
+                caches = self._caches
+                encode = self._encode_whole if caches is None else caches[parse_special].encode
+                ids = encode(text)
+        except (UnicodeEncodeError, TypeError) as error:
+            raise RequestError(
+                "[tokenizer] the text must be valid Unicode, received lone surrogates; remove them"
+            ) from error
+        if add_special_tokens:
+            return [*self._before, *ids, *self._behind]
+        return ids
+
+    def _encode_whole(self, text: str) -> list[int]:
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, token_ids: Iterable[int], *, skip_special: bool = True) -> str:
@@ -150,7 +172,8 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise RequestError(
-                "[chat] this model has no chat template; send a plain prompt to /v1/completions, or load an instruct model"
+                "[chat] this model has no chat template; send a plain prompt to /v1/completions, "
+                "or load an instruct model"
             )
         return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt)
 
@@ -162,8 +185,8 @@ class Tokenizer:
         """Return the token ids of a conversation, in which only the template can place control tokens.
 
         The text of a control token inside a message is read as ordinary characters, so a quoted ``<|im_end|>`` neither
-        ends a turn nor forges one (a SentencePiece model that puts a space before texts sees one inside it). Conversations
-        without such text have the ids of the rendered text.
+        ends a turn nor forges one (a SentencePiece model that puts a space before texts sees one inside it).
+        Conversations without such text have the ids of the rendered text.
 
         Raises:
             RequestError: As ``apply_chat_template`` and ``encode``.
@@ -178,8 +201,8 @@ class Tokenizer:
     def _break_special(self, messages: Sequence[Message]) -> tuple[Sequence[Message], str | None]:
         """Return the messages with a marker inside each control token's text, and the marker; None: there was none.
 
-        Breaking the text apart is safer than putting marks around it: whatever a template cuts out of a message, no part
-        between two markers spells a control token.
+        Breaking the text apart is safer than putting marks around it: whatever a template cuts out of a message, no
+        part between two markers spells a control token.
         """
         strings = [string for message in messages for string in _strings(message)]
         if not any(self._spelling.find(string) for string in strings):
@@ -196,6 +219,21 @@ class Tokenizer:
     def _spelling(self) -> _SpecialSpelling:
         ids = self._vocabulary.special_ids
         return _SpecialSpelling(piece for i in ids if (piece := self._backend.id_to_token(i)))
+
+
+def _text_borders(backend: Backend) -> tuple[list[int], list[int]]:
+    """Return the ids that the backend puts before and behind a text."""
+    around: list[int] = backend.encode("", add_special_tokens=True).ids
+    if not around:
+        return [], []
+    text = backend.encode("a", add_special_tokens=False).ids
+    whole = backend.encode("a", add_special_tokens=True).ids
+    for num_before in range(len(around) + 1):
+        if around[:num_before] + text + around[num_before:] == whole:
+            return around[:num_before], around[num_before:]
+    raise ModelLoadError(
+        "[tokenizer] the tokeniser's post-processor must put fixed tokens around a text, and does something else"
+    )
 
 
 class _SpecialSpelling:

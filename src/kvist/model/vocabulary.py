@@ -1,7 +1,7 @@
 """What a tokeniser is made of, whichever file format it came from.
 
-Responsible for the record that the readers (``gguf_tokenizer``, ``folder_tokenizer``) hand to ``tokenizer``, and for the
-bytes that a piece of vocabulary stands for. Reads no files.
+Responsible for the record that the readers (``gguf_tokenizer``, ``folder_tokenizer``) hand to ``tokenizer``, and for
+the bytes that a piece of vocabulary stands for. Reads no files.
 """
 
 from __future__ import annotations

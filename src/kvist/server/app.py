@@ -22,6 +22,7 @@ from kvist.server.endpoints import Job, prepare_chat, prepare_completion, unknow
 from kvist.server.errors import (
     ClientDisconnected,
     HttpError,
+    cut,
     json_response,
     shorten,
     to_reply,
@@ -159,7 +160,7 @@ class _Routes:
         for name in request.query_params:
             raise UnsupportedParameter(
                 f"[request] unknown query parameter {shorten(name)}; parameters belong into the JSON body",
-                param=name,
+                param=cut(name),
                 code="unknown_parameter",
             )
         return tenant
@@ -181,7 +182,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)  # registered for this type
     method, path = request.method, request.url.path
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
+        allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
         message = f"[server] {shorten(path)} does not take {method}; use {allowed}"
         code = "method_not_allowed"
     else:

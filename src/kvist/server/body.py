@@ -10,7 +10,7 @@ import json
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvist.errors import RequestError
-from kvist.server.errors import ClientDisconnected, HttpError, shorten
+from kvist.server.errors import ClientDisconnected, HttpError, cut, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, MutableMapping
@@ -86,9 +86,16 @@ def parse_object(body: bytes) -> dict[str, Any]:  # Any: a JSON document
         RequestError: The body is not UTF-8, not JSON as the standard defines it, or not an object.
     """
     try:
-        document = json.loads(
-            body.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique
-        )
+        text = body.decode("utf-8")
+        document = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+        if "\\ud" in text or "\\uD" in text:
+            # Escapes can spell half of a surrogate pair, which is no Unicode text and would fail far from here.
+            json.dumps(document, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            "[request] the body holds half of a surrogate pair, which is not Unicode text; send whole characters",
+            code="invalid_json",
+        ) from error
     except UnicodeDecodeError as error:
         raise RequestError(
             f"[request] the body is not UTF-8: invalid byte at position {error.start}",
@@ -133,7 +140,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # Any: a JSON docu
                 raise RequestError(
                     f"[request] the name {shorten(name)} is given twice in one object; "
                     "only one of them could take effect",
-                    param=name,
+                    param=cut(name),
                     code="invalid_json",
                 )
             seen.add(name)

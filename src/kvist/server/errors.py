@@ -145,7 +145,12 @@ def encode_json(document: object) -> bytes:
 
 def shorten(name: str) -> str:
     """Return a client's own name, quoted and cut so that a message stays readable."""
-    return repr(name if len(name) <= MAX_NAME_LEN else name[:MAX_NAME_LEN] + "…")
+    return repr(cut(name))
+
+
+def cut(name: str) -> str:
+    """Return a client's own name, cut so that an answer stays small."""
+    return name if len(name) <= MAX_NAME_LEN else name[:MAX_NAME_LEN] + "…"
 
 
 def describe(value: object) -> str:

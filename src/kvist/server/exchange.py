@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from kvist.server.errors import to_reply
@@ -35,13 +36,14 @@ class Exchange:
             await self._app(scope, receive, send)
             return
         body = _Body(scope, receive)
-        is_started = False
+        status = 0  # of the answer, once it was begun
 
         async def guarded_send(message: Message) -> None:
-            nonlocal is_started
-            is_started = True
+            nonlocal status
+            status = message.get("status", status)
             is_last = message["type"] == "http.response.body" and not message.get("more_body")
-            if is_last and body.should_discard:
+            # A server that is ending (503) waits for nobody.
+            if is_last and body.should_discard and status < HTTPStatus.INTERNAL_SERVER_ERROR:
                 # All of the answer goes out first; only its end waits for the body's.
                 await send({**message, "more_body": True})
                 await body.discard()
@@ -52,7 +54,7 @@ class Exchange:
             await self._app(scope, body.receive, guarded_send)
         except Exception as error:
             logger.exception("[server] %s %s failed", scope["method"], scope["path"])
-            if is_started:
+            if status:
                 raise
             await to_reply(error).to_response()(scope, receive, guarded_send)
 

@@ -15,9 +15,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
-from kvist.errors import InvalidSamplingParams, RequestError, UnsupportedParameter
+from kvist.errors import RequestError, UnsupportedParameter
 from kvist.server import unimplemented
-from kvist.server.errors import describe, shorten
+from kvist.server.errors import cut, describe, shorten
 from kvist.server.unimplemented import Unimplemented, drop_neutral
 from kvist.types import MAX_LOGPROBS, SamplingParams
 
@@ -44,9 +44,9 @@ class WireModel(BaseModel):
 
 def _strings(value: object) -> list[str]:
     if isinstance(value, str):
-        return [_text(value, "stop")]
+        return [value]
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return [_text(item, f"stop[{index}]") for index, item in enumerate(value)]
+        return value
     raise RequestError(
         f"[request] stop must be a string or an array of strings, received {describe(value)}",
         param="stop",
@@ -135,12 +135,12 @@ class SamplingFields(WireModel):
 
 def _prompts(value: object) -> list[PromptInput]:
     if isinstance(value, str):
-        return [_text(value, "prompt")]
+        return [value]
     if isinstance(value, list) and value:
         if _is_ids(value):
             return [value]
         if all(isinstance(item, str) for item in value):
-            return [_text(item, f"prompt[{index}]") for index, item in enumerate(value)]
+            return list(value)
         if all(isinstance(item, list) and item and _is_ids(item) for item in value):
             return list(value)
     given = "an empty or mixed array" if isinstance(value, list) else describe(value)
@@ -336,7 +336,7 @@ def _unknown(name: str, kind: type[WireModel], prefix: str) -> UnsupportedParame
     where = f" in {prefix[:-1]}" if prefix else ""
     return UnsupportedParameter(
         f"[request] unknown parameter {shorten(name)}{where}{hint}",
-        param=prefix + name,
+        param=prefix + cut(name),
         code="unknown_parameter",
     )
 
@@ -383,14 +383,3 @@ def _check_stream_options(request: SamplingFields) -> None:
 def _is_ids(values: list[Any]) -> bool:  # Any: JSON values under examination
     # type(), not isinstance(): JSON's true and false are no token ids.
     return all(type(value) is int and 0 <= value < _MAX_TOKEN_ID for value in values)
-
-
-def _text(value: str, param: str) -> str:
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InvalidSamplingParams(
-            f"[request] {param} holds half of a surrogate pair at position {error.start}; it is not Unicode text",
-            param=param,
-        ) from error
-    return value

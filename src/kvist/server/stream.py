@@ -82,7 +82,7 @@ class EventStream(Response):
     async def _send(self, pieces: Iterable[dict[str, Any]], send: Send) -> None:  # Any: JSON
         if self._job.wants_usage_chunk:
             # OpenAI: "all other chunks will also include a usage field, but with a null value".
-            pieces = [{**piece, "usage": None} for piece in pieces]
+            pieces = [{**piece, "usage": piece.get("usage")} for piece in pieces]
         body = b"".join(map(_event, pieces))
         if body:
             await send({"type": "http.response.body", "body": body, "more_body": True})

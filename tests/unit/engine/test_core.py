@@ -308,6 +308,42 @@ class TestFailedStep:
         assert tokens(run(parts)["b", 0]) == answer(PROMPT, request.params)
 
 
+class TestFailedSequence:
+    def test_ends_its_request_and_no_other(self):
+        parts, good = make_parts(), group("good", prompt=b"another")
+        parts.core.add(group("bad", n=2))
+        parts.core.add(good)
+        parts.runner.broken["bad/1"] = "no finite logits"
+        chunks: list[OutputChunk] = []
+        failures: list[RequestFailure] = []
+        while parts.core.has_work:
+            for output in step(parts):
+                (failures if isinstance(output, RequestFailure) else chunks).append(output)
+        assert [(failure.request_id, str(failure.error)) for failure in failures] == [
+            ("bad", "no finite logits")
+        ]
+        assert tokens([c for c in chunks if c.request_id == "good"]) == answer(
+            b"another", good.params
+        )
+        assert parts.core.stats().num_failed == 1
+
+    def test_what_it_computed_is_not_served(self):
+        parts = make_parts()
+        parts.core.add(group("bad"))
+        parts.runner.broken["bad"] = "no finite logits"
+        step(parts)
+        assert parts.manager.num_evictable == 0
+
+    def test_runner_that_forgets_a_sample_is_a_bug(self):
+        parts = make_parts()
+        parts.core.add(group())
+        run_plan = parts.runner.run
+        parts.runner.run = lambda plan: dataclasses.replace(run_plan(plan), samples={})
+        with pytest.raises(InvariantViolation, match="without samples"):
+            parts.core.step()
+        parts.core.close()
+
+
 def test_idle_engine_that_holds_blocks_is_a_bug():
     parts = make_parts()
     parts.core.add(group())

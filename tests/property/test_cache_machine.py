@@ -1,0 +1,379 @@
+"""The cache against a naive model: what every position of every block holds, as plain tuples.
+
+The model simulates the arena. ``contents[block_id][offset]`` is the namespace and the whole token prefix whose K and V
+stand there; steps write it, copies copy it. A hit is right when each of its positions holds exactly the request's own
+prefix, and it is complete when it is as long as the longest prefix that any cached or live block holds.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvist.cache.hash import BlockHasher, TokenChain
+from kvist.cache.manager import CacheManager
+from kvist.cache.namespaces import Namespace
+from kvist.types import BlockHash
+
+if TYPE_CHECKING:
+    from kvist.cache.lease import PrefixLease
+
+NAMESPACES = tuple(Namespace(model="m", tenant=tenant) for tenant in ("a", "b"))
+# Two tokens, so that prefixes are shared by chance at every depth.
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
+INDEX = st.integers(0, 10**6)
+
+
+class CollidingHasher(BlockHasher):
+    """Has four identities only: blocks whose tokens have equal sums collide."""
+
+    def child(self, parent: BlockHash, tokens: bytes) -> BlockHash:
+        return BlockHash(bytes([sum(tokens) % 4]) * 32)
+
+
+@dataclass(eq=False)
+class ModelRequest:
+    namespace: Namespace
+    tokens: list[int]
+    num_output_tokens: int
+    chain: TokenChain
+    lease: PrefixLease | None = None
+    tokens_at_admission: tuple[int, ...] = ()
+    table: list[int] = field(default_factory=list)
+    num_written: int = 0
+
+
+class CacheMachine(RuleBasedStateMachine):
+    hasher: BlockHasher = BlockHasher(bytes(range(32)))
+    is_exact = True
+
+    @initialize(block_size=st.sampled_from([1, 2, 3, 4]), num_blocks=st.integers(3, 12))
+    def start(self, block_size: int, num_blocks: int) -> None:
+        self.block_size = block_size
+        self.manager = CacheManager(
+            num_blocks=num_blocks, block_size=block_size, hasher=self.hasher
+        )
+        self.contents: list[list[object]] = [[None] * block_size for _ in range(num_blocks)]
+        self.num_committed = [0] * num_blocks
+        self.waiting: list[ModelRequest] = []
+        self.running: list[ModelRequest] = []
+
+    # --- the model
+
+    def known_prefixes(self, namespace: Namespace) -> set[tuple[int, ...]]:
+        cached = {block.block_id for block in self.manager._pool.blocks if block.node is not None}
+        held = {block_id for request in self.running for block_id in request.table}
+        return {
+            entry[1]
+            for block_id in cached | held
+            for entry in self.contents[block_id][: self.num_committed[block_id]]
+            if entry[0] == namespace
+        }
+
+    def expected_hit_len(self, request: ModelRequest, max_hit_len: int) -> int:
+        known = self.known_prefixes(request.namespace)
+        length = 0
+        while length < max_hit_len and tuple(request.tokens[: length + 1]) in known:
+            length += 1
+        return length
+
+    def expected_pending(self, request: ModelRequest, num_hit_blocks: int) -> bool:
+        end = min((num_hit_blocks + 1) * self.block_size, len(request.tokens))
+        is_full = end % self.block_size == 0
+        wanted = tuple(request.tokens[:end])
+        return any(
+            other.namespace == request.namespace
+            and other.lease.num_computed_tokens < end
+            and other.tokens_at_admission[:end] == wanted
+            and (is_full or len(other.tokens_at_admission) == end)
+            for other in self.running
+        )
+
+    def assert_contents(self, request: ModelRequest) -> None:
+        for position in range(request.num_written):
+            block_id = request.table[position // self.block_size]
+            expected = (request.namespace, tuple(request.tokens[: position + 1]))
+            assert self.contents[block_id][position % self.block_size] == expected
+
+    def follow_table(self, request: ModelRequest) -> None:
+        """Take over blocks that the lease has got; what they held is gone."""
+        for block_id in request.lease.block_table[len(request.table) :]:
+            self.contents[block_id] = [None] * self.block_size
+            self.num_committed[block_id] = 0
+            request.table.append(block_id)
+        assert request.lease.block_table == request.table
+
+    def pick(self, requests: list[ModelRequest], index: int) -> ModelRequest:
+        return requests[index % len(requests)]
+
+    def release(self, request: ModelRequest) -> None:
+        self.running.remove(request)
+        self.manager.release(request.lease)
+        request.lease = None
+
+    # --- rules
+
+    @rule(tokens=PROMPTS, tenant=st.sampled_from(NAMESPACES), num_output_tokens=st.integers(0, 6))
+    def submit(self, tokens: list[int], tenant: Namespace, num_output_tokens: int) -> None:
+        chain = self.manager.new_chain(tenant, tokens)
+        if self.manager.can_ever_admit(len(tokens) + num_output_tokens):
+            self.waiting.append(ModelRequest(tenant, list(tokens), num_output_tokens, chain))
+            self.admit_request(self.waiting[-1], is_stale=False)
+
+    @precondition(lambda self: self.running)
+    @rule(index=INDEX, more=st.lists(st.integers(0, 1), max_size=3))
+    def submit_continuation(self, index: int, more: list[int]) -> None:
+        other = self.pick(self.running, index)
+        self.submit(other.tokens + more, other.namespace, 1)
+
+    @precondition(lambda self: self.waiting)
+    @rule(index=INDEX, cap=st.one_of(st.none(), st.integers(0, 12)))
+    def lookup(self, index: int, cap: int | None) -> None:
+        request = self.pick(self.waiting, index)
+        before = self.manager.match(request.chain, 10**9 if cap is None else cap)
+        after = self.manager.lookup(request.chain, 10**9 if cap is None else cap)
+        assert before == after
+        if self.is_exact:
+            limit = min(len(request.tokens), after.max_hit_len)
+            assert after.num_hit_tokens == self.expected_hit_len(request, limit)
+            expected_pending = self.expected_pending(request, len(after.block_ids))
+            assert after.pending == (after.num_hit_tokens < limit and expected_pending)
+
+    @precondition(lambda self: self.waiting)
+    @rule(index=INDEX, rare=st.integers(0, 7))
+    def admit(self, index: int, rare: int) -> None:
+        self.admit_request(self.pick(self.waiting, index), is_stale=rare == 7)
+
+    def admit_request(self, request: ModelRequest, *, is_stale: bool) -> None:
+        footprint = len(request.tokens) + request.num_output_tokens
+        match = self.manager.lookup(request.chain, len(request.tokens) - 1)
+        if is_stale:
+            self.manager.reset()
+        match_now = self.manager.match(request.chain, len(request.tokens) - 1)
+        available = self.manager.num_available
+        blocks = self.manager._pool.blocks
+        cost = self.manager.num_blocks_for(footprint) - len(match_now.block_ids)
+        cost += sum(blocks[block_id].ref_count == 0 for block_id in match_now.block_ids)
+        lease = self.manager.admit(match, request.chain, footprint)
+        if lease is None:
+            assert cost > available
+            assert self.running
+            return
+        assert cost <= available
+        self.waiting.remove(request)
+        self.running.append(request)
+        request.lease = lease
+        request.tokens_at_admission = tuple(request.tokens)
+        request.table = lease.block_table[: lease.num_shared]
+        request.num_written = lease.num_shared * self.block_size
+        assert lease.num_shared == len(match_now.block_ids)
+        self.assert_contents(request)
+        if lease.pending_copy is None:
+            assert lease.num_computed_tokens == request.num_written
+            assert match_now.copy is None or cost + 1 > available
+        else:
+            # The copy runs with the next step; until then its source must stay as it is.
+            source = self.contents[lease.pending_copy.source]
+            head = request.tokens[: lease.num_computed_tokens]
+            expected = [
+                (request.namespace, tuple(head[: position + 1]))
+                for position in range(request.num_written, len(head))
+            ]
+            assert source[: lease.pending_copy.num_tokens] == expected
+        assert lease.num_computed_tokens < len(request.tokens)
+        self.follow_table(request)
+
+    @precondition(lambda self: self.running)
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=12, max_size=12))
+    def step_everything(self, tokens: list[int]) -> None:
+        """Compute all that is left of every running request."""
+        ends = [(request, len(request.tokens)) for request in self.running]
+        self.run_step(ends, aborted=[], next_tokens=tokens)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def step_some(self, data: st.DataObject) -> None:
+        """Compute a part of some requests; one is aborted while the step runs."""
+        ends = []
+        for request in self.running:
+            start = request.lease.num_computed_tokens
+            ends.append((request, data.draw(st.integers(start, len(request.tokens)))))
+        aborted = [self.pick(self.running, data.draw(INDEX))] if data.draw(st.booleans()) else []
+        tokens = data.draw(st.lists(st.integers(0, 1), min_size=12, max_size=12))
+        self.run_step(ends, aborted=aborted, next_tokens=tokens)
+
+    def run_step(
+        self,
+        ends: list[tuple[ModelRequest, int]],
+        *,
+        aborted: list[ModelRequest],
+        next_tokens: list[int],
+    ) -> None:
+        """Plan, run and apply one step."""
+        plan = [(request, end) for request, end in ends if end > request.lease.num_computed_tokens]
+        for request, end in plan:
+            # Within the footprint, so it cannot fail.
+            assert self.manager.extend(request.lease, end)
+            self.follow_table(request)
+        for request, _ in plan:
+            copy = request.lease.pending_copy
+            if copy is not None:
+                head = self.contents[copy.source][: copy.num_tokens]
+                self.contents[copy.target][: copy.num_tokens] = head
+        for request, end in plan:
+            for position in range(request.lease.num_computed_tokens, end):
+                block = self.contents[request.table[position // self.block_size]]
+                entry = (request.namespace, tuple(request.tokens[: position + 1]))
+                block[position % self.block_size] = entry
+            request.num_written = end
+            self.assert_contents(request)
+        for index, (request, end) in enumerate(plan):
+            if request in aborted:
+                self.release(request)
+                continue
+            if end == len(request.tokens) and request.num_output_tokens:
+                request.tokens.append(next_tokens[index % len(next_tokens)])
+                request.chain.append(request.tokens[-1])
+                request.num_output_tokens -= 1
+            self.manager.commit(request.lease, request.chain, end)
+            assert request.lease.pending_copy is None
+            for position in range(end):
+                block_id = request.table[position // self.block_size]
+                count = position % self.block_size + 1
+                self.num_committed[block_id] = max(self.num_committed[block_id], count)
+
+    @precondition(lambda self: self.running)
+    @rule(index=INDEX)
+    def finish(self, index: int) -> None:
+        request = self.pick(self.running, index)
+        lease = request.lease
+        self.release(request)
+        before = self.manager.stats()
+        self.manager.release(lease)
+        assert self.manager.stats() == before
+
+    @precondition(lambda self: self.running)
+    @rule(index=INDEX)
+    def preempt(self, index: int) -> None:
+        request = self.pick(self.running, index)
+        self.release(request)
+        request.table = []
+        request.num_written = 0
+        self.waiting.append(request)
+
+    @precondition(lambda self: self.running)
+    @rule(index=INDEX, num_more=st.integers(1, 30))
+    def press(self, index: int, num_more: int) -> None:
+        """Grow beyond the footprint: takes unreserved blocks and evicts, or changes nothing."""
+        request = self.pick(self.running, index)
+        before = self.manager.stats()
+        num_tokens = len(request.tokens) + request.num_output_tokens + num_more
+        num_new = self.manager.num_blocks_for(num_tokens) - len(request.table)
+        num_extra = num_new - request.lease.num_reserved_blocks
+        if self.manager.extend(request.lease, num_tokens):
+            assert num_extra <= before.num_free + before.num_evictable - before.num_reserved
+        else:
+            assert num_extra > before.num_free + before.num_evictable - before.num_reserved
+            assert self.manager.stats() == before
+        self.follow_table(request)
+
+    @rule(rare=st.integers(0, 7))
+    def reset(self, rare: int) -> None:
+        if rare != 7:
+            return
+        num_evictable = self.manager.num_evictable
+        assert self.manager.reset() == num_evictable
+        assert self.manager.num_evictable == 0
+
+    # --- laws
+
+    @invariant()
+    def laws_hold(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        self.manager.check_invariants()
+        stats = self.manager.stats()
+        assert stats.num_free + stats.num_evictable + stats.num_held == stats.num_blocks
+        for request in self.running:
+            self.assert_contents(request)
+
+    def teardown(self) -> None:
+        for request in list(getattr(self, "running", ())):
+            self.release(request)
+        if hasattr(self, "manager"):
+            self.manager.check_invariants()
+            assert self.manager.num_held == self.manager.num_reserved == 0
+            self.manager.reset()
+            assert self.manager.num_free == self.manager.num_blocks
+            assert not self.manager._tree.roots
+
+
+class CollidingCacheMachine(CacheMachine):
+    """Collisions cost hits, never rightness: every position is still checked."""
+
+    hasher = CollidingHasher(bytes(range(32)))
+    is_exact = False
+
+
+SETTINGS = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = SETTINGS
+TestCollidingCacheMachine = CollidingCacheMachine.TestCase
+TestCollidingCacheMachine.settings = settings(SETTINGS, max_examples=25)
+
+
+@pytest.mark.parametrize("machine", [CacheMachine, CollidingCacheMachine])
+@pytest.mark.parametrize(
+    ("seed", "block_size", "num_blocks"), [(1, 1, 9), (2, 2, 10), (3, 4, 5), (4, 3, 30), (5, 4, 12)]
+)
+def test_soak(machine: type[CacheMachine], seed: int, block_size: int, num_blocks: int) -> None:
+    """The same rules in a long random run: Hypothesis explores short ones, eviction needs long ones."""
+    draw = random.Random(seed)
+    soak = machine()
+    soak.start(block_size, num_blocks)
+    for _ in range(2000):
+        choice = draw.random()
+        if choice < 0.25 and len(soak.waiting) < 8:
+            tokens = [draw.randrange(2) for _ in range(draw.randint(1, 12))]
+            if soak.running and draw.random() < 0.4:
+                tokens = [*soak.pick(soak.running, draw.randrange(100)).tokens, *tokens[:3]]
+            soak.submit(tokens, draw.choice(NAMESPACES), draw.randrange(7))
+        elif choice < 0.45 and soak.waiting:
+            soak.lookup(draw.randrange(100), draw.choice([None, draw.randrange(12)]))
+            soak.admit(draw.randrange(100), draw.randrange(40))
+        elif choice < 0.75 and soak.running:
+            ends = [
+                (request, draw.randint(request.lease.num_computed_tokens, len(request.tokens)))
+                for request in soak.running
+            ]
+            aborted = [request for request in soak.running if draw.random() < 0.05]
+            tokens = [draw.randrange(2) for _ in range(12)]
+            soak.run_step(ends, aborted=aborted, next_tokens=tokens)
+        elif choice < 0.93 and soak.running:
+            draw.choice([soak.finish, soak.finish, soak.preempt])(draw.randrange(100))
+        elif choice < 0.97 and soak.running:
+            soak.press(draw.randrange(100), draw.randint(1, 12))
+        elif choice > 0.99:
+            soak.reset(7)
+        soak.laws_hold()
+    stats = soak.manager.stats()
+    assert stats.num_admissions > 100
+    assert stats.num_evictions > 50
+    assert stats.num_duplicate_blocks > 0
+    if (
+        block_size > 1
+    ):  # a block of one token has no head, and the weak hasher tells its two contents apart
+        assert min(stats.num_partial_copies, stats.num_superseded_blocks) > 5
+        assert (stats.num_verification_failures > 0) == (machine is CollidingCacheMachine)
+    soak.teardown()
