@@ -15,8 +15,8 @@ from kvist.cli.console import print_json, result_console
 from kvist.cli.options import Only, takes_options
 from kvist.config import EngineConfig
 from kvist.errors import ModelLoadError
-from kvist.model import shapes
 from kvist.model.catalog import KNOWN_MODELS, resolve
+from kvist.model.shapes import NAMED_SHAPES
 from kvist.plan import (
     KV_MEMORY_FRACTION,
     MemoryEstimate,
@@ -68,8 +68,8 @@ def find_spec(name: str) -> ModelSpec:
     Raises:
         ModelLoadError: There is no such model here, or its description cannot be read.
     """
-    if name in shapes.SHAPES:
-        return shapes.SHAPES[name]
+    if name in NAMED_SHAPES:
+        return NAMED_SHAPES[name]
     path = Path(name).expanduser()
     # A configuration alone is enough here, so its folder need not be a whole checkpoint.
     if path.name == "config.json" and path.is_file():
@@ -81,7 +81,7 @@ def find_spec(name: str) -> ModelSpec:
     except ModelLoadError as error:
         if path.exists() or name in KNOWN_MODELS:
             raise
-        raise ModelLoadError(f"{error}; shapes with a name: {', '.join(shapes.SHAPES)}") from error
+        raise ModelLoadError(f"{error}; shapes with a name: {', '.join(NAMED_SHAPES)}") from error
 
 
 def _kv_memory_bytes(config: EngineConfig, estimate: MemoryEstimate) -> int:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from kvist.model.shapes import SHAPES
 from typer.testing import CliRunner
 
 from kvist.cli.main import app
 from kvist.cli.plan import find_spec
 from kvist.errors import ModelLoadError
+from kvist.model.shapes import NAMED_SHAPES
 
 KEYS = {
     "model", "parameters", "dtype", "kv_cache_dtype", "context", "concurrency", "block_size", "num_layers", "num_heads",
@@ -87,7 +87,7 @@ def test_a_model_too_large_for_the_machine_is_said_to_be_one(monkeypatch):
     assert "weights alone need more memory" in result.output
 
 
-@pytest.mark.parametrize("name", sorted(SHAPES))
+@pytest.mark.parametrize("name", sorted(NAMED_SHAPES))
 def test_every_shape_can_be_planned(name):
     assert plan_json("--model", name)["parameters"] > 0
 
