@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import os
+import re
 import subprocess
 import sys
-import time
 import typing
 from pathlib import Path
 
@@ -25,12 +26,15 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def best_seconds(code: str, repetitions: int = 5) -> float:
+def best_cpu_seconds(code: str, repetitions: int = 5) -> float:
+    """Return the least CPU time of several runs; on a busy machine wall time measures the others."""
     times = []
     for _ in range(repetitions):
-        start_ns = time.perf_counter_ns()
-        run_python(code)
-        times.append((time.perf_counter_ns() - start_ns) / 1e9)
+        process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0
+        times.append(used.ru_utime + used.ru_stime)
     return min(times)
 
 
@@ -44,8 +48,7 @@ def test_import_of_kvist_does_not_load(module):
 
 
 def test_import_of_kvist_takes_less_than_100_ms():
-    # The difference of two best times: what the machine is doing besides hits both of them.
-    assert best_seconds("import kvist") - best_seconds("pass") < 0.1
+    assert best_cpu_seconds("import kvist") - best_cpu_seconds("pass") < 0.1
 
 
 def test_import_of_kvist_starts_no_thread_and_touches_no_logging_handler():
@@ -159,4 +162,43 @@ def test_readme_shows_every_option():
     readme = (ROOT / "README.md").read_text()
     for declared in (EngineConfig, ServerConfig):
         table = markdown_table(declared)
-        assert table in readme, f"README.md should contain this table:\n{table}"
+        assert table in readme, "README.md is out of date; run python tools/update_readme.py"
+
+
+def test_every_command_of_the_readme_exists():
+    from typer.testing import CliRunner
+
+    from kvist.cli.main import app
+
+    readme = (ROOT / "README.md").read_text()
+    blocks = "\n".join(re.findall(r"```sh\n(.*?)```", readme, re.DOTALL))
+    commands = [line.split("#")[0].split() for line in blocks.splitlines()]
+    names = {words[1] for words in commands if words[:1] == ["kvist"]}
+    assert names >= {"pull", "chat", "generate", "plan", "serve", "cache"}
+    for words in commands:
+        if words[:1] == ["kvist"]:
+            # --help stops before anything runs, after every option's name was checked.
+            result = CliRunner().invoke(app, [*words[1:], "--help"])
+            assert result.exit_code == 0, words
+    targets = {words[1] for words in commands if words[:1] == ["make"]}
+    makefile = (ROOT / "Makefile").read_text()
+    for target in targets:
+        assert f"\n{target}:" in makefile
+
+
+def test_python_examples_of_the_readme_compile_and_use_names_that_exist():
+    readme = (ROOT / "README.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert len(examples) == 2
+    for example in examples:
+        compile(example, "README.md", "exec")
+
+
+@pytest.mark.model
+def test_the_library_example_of_the_readme_runs(smollm2_path, capsys):
+    readme = (ROOT / "README.md").read_text()
+    (example,) = (
+        e for e in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "import kvist" in e
+    )
+    exec(compile(example, "README.md", "exec"), {})
+    assert "tokens reused" in capsys.readouterr().out

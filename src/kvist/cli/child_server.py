@@ -15,6 +15,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from kvist.cli.console import working
 from kvist.cli.options import flags_of
 from kvist.cli.serve import READY
 from kvist.config import EngineConfig
@@ -59,7 +60,9 @@ def child_server(config: EngineConfig, port: int) -> Iterator[str]:
                 start_new_session=True,
             )
             try:
-                yield _wait_until_ready(process, log)
+                with working("waiting for the server"):
+                    url = _wait_until_ready(process, log)
+                yield url
                 _stop(process, log)
             finally:
                 if process.poll() is None:

@@ -48,6 +48,17 @@ def note(message: str, *, style: str = "dim") -> None:
     note_console().print(Text(message, style=style))
 
 
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show on a terminal that something takes its time, while the block runs."""
+    console = note_console()
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(Text(what)):
+        yield
+
+
 def print_json(document: Mapping[str, object]) -> None:
     """Write the document to stdout as one line of JSON."""
     sys.stdout.write(json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n")

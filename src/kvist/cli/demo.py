@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.box import SIMPLE
 from rich.table import Table
 from rich.text import Text
 
 from kvist.cli.child_server import child_server
-from kvist.cli.console import note, note_console, print_json, result_console
+from kvist.cli.console import note, note_console, print_json, result_console, working
 from kvist.cli.models import ensure_available
 from kvist.cli.options import takes_options
 from kvist.cli.turn import format_seconds
@@ -39,20 +40,20 @@ SHIPPED_DOCUMENT = "demo_document.txt"
 
 QUESTIONS = (
     "How many litres does the settling tank hold?",
-    "What should the keeper do when the bell rings five strokes?",
-    "What is used to clean the combs?",
+    "How much does the mill weigh?",
+    "What is the name of the machine?",
 )
 """About the shipped document: cold, warm, warm."""
 
 FANOUT_QUESTIONS = (
+    "Who was the founder of the works?",
+    "With what is the governor sealed?",
+    "What are the sails made of?",
+    "Where is Ida Brannock's first mill?",
     "How many combs does the drum carry?",
-    "What do the sails consist of?",
-    "How fast should the drum turn?",
-    "Why is the governor sealed?",
     "What does the red lever do?",
-    "What does one stroke of the bell mean?",
-    "Who was Ida Brannock?",
-    "What must the keeper not do?",
+    "What should the keeper do if there is ice?",
+    "Why should you not use vinegar?",
 )
 """About the shipped document, all at once."""
 
@@ -194,13 +195,17 @@ class _Asker:
 
     async def step(self, name: str, document: str, *questions: str) -> Step:
         what = questions[0] if len(questions) == 1 else f"{len(questions)} questions at once"
-        note(f"{name}: {what}")
-        start_s = time.perf_counter()
-        answers = await self._client.ask_all(
-            [messages_for(document, question) for question in questions], self._max_tokens
+        conversations = [messages_for(document, question) for question in questions]
+        with working(f"{name}: {what}"):
+            start_s = time.perf_counter()
+            answers = await self._client.ask_all(conversations, self._max_tokens)
+            wall_s = time.perf_counter() - start_s
+        step = Step(name=name, questions=questions, answers=tuple(answers), wall_s=wall_s)
+        note(
+            f"{name}: {what} {format_seconds(step.ttft_s)} to the first text, "
+            f"{step.num_cached_tokens:,} of {step.num_prompt_tokens:,} tokens reused"
         )
-        wall_s = time.perf_counter() - start_s
-        return Step(name=name, questions=questions, answers=tuple(answers), wall_s=wall_s)
+        return step
 
 
 def messages_for(document: str, question: str) -> list[dict[str, str]]:
@@ -241,11 +246,14 @@ def _read_document(path: Path | None) -> str:
 
 def _show(console: Console, steps: list[Step], *, num_document_bytes: int) -> None:
     table = Table(
+        box=SIMPLE,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
         title=f"one document of {num_document_bytes / 1000:.0f} kB, asked over HTTP",
         title_justify="left",
     )
-    table.add_column("step")
-    for name in ("TTFT", "vs cold", "prompt tokens", "reused", "computed", "out", "out tokens/s"):
+    table.add_column("step", no_wrap=True)
+    for name in ("TTFT", "vs cold", "prompt", "reused", "computed", "output", "tokens/s"):
         table.add_column(name, justify="right")
     cold_s = steps[0].ttft_s
     for step in steps:

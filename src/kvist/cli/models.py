@@ -19,7 +19,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from kvist.cli.console import note, note_console
+from kvist.cli.console import note, note_console, working
 from kvist.config import ModelConfig
 from kvist.model import catalog, pull
 
@@ -80,11 +80,7 @@ def running_engine(config: EngineConfig) -> Iterator[AsyncEngine]:
         ConfigError: The configuration cannot work on this machine.
     """
     ensure_available(config.model.model)
-    console = note_console()
-    if console.is_terminal:
-        with console.status(f"loading {config.model.model}"):
-            engine = _build(config)
-    else:
+    with working(f"loading {config.model.model}"):
         engine = _build(config)
     try:
         engine.start()

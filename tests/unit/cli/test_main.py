@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from typer.testing import CliRunner
@@ -150,17 +149,6 @@ def test_errors_of_several_lines_become_one(capsys):
         raise ConfigError("[config] first\n   second")
     assert caught.value.exit_code == 1
     assert capsys.readouterr().err == "kvist: [config] first second\n"
-
-
-def test_start_is_quick():
-    start_s = min(_seconds("--version") for _ in range(3))
-    assert start_s < 3.0, "the command line should start at once even on a busy machine"
-
-
-def _seconds(argument: str) -> float:
-    start_ns = time.perf_counter_ns()
-    kvist(argument)
-    return (time.perf_counter_ns() - start_ns) / 1e9
 
 
 def test_json_of_pull_list_is_the_whole_stdout():
