@@ -2,13 +2,13 @@
 
 Measures one layer of SmolLM2-135M's shape (9 query heads, 3 KV heads, 64 dimensions, blocks of 64, raw16) through
 ``dispatch.attention``: prefill chunks over a cached past, decode of one and of many sequences, with and without
-a shared prefix. Every case is checked against the reference first; alternatives run interleaved with the implementation. The
-blocks of consecutive calls are those of consecutive layers, as in a model, so K and V come from memory and not from the
-cache. Prints a table, then one JSON line.
+a shared prefix. Every case is checked against the reference first; alternatives run interleaved with the
+implementation. The blocks of consecutive calls are those of consecutive layers, as in a model, so K and V come from
+memory and not from the cache. Prints a table, then one JSON line.
 
     python benchmarks/attention.py [--repeats N] [--case NAME] [--threads N] [--cpu-time]
 
-On a machine with other work on it, ``--threads 1 --cpu-time`` counts this process's own time instead of waiting for cores.
+On a machine with other work on it, ``--threads 1 --cpu-time`` counts this process's own time only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvist.kernels import dispatch, parts
+from kvist.kernels import dispatch, parts, torch_sdpa
 from kvist.kernels.batch import AttentionBatch
 from kvist.spec import KVSpec
 from kvist.storage.arena import BlockArena
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_LAYERS = 9, 3, 64, 64, 12
 SCALE = HEAD_DIM**-0.5
+MAX_GATHERED = torch_sdpa.GATHERED_BYTES // (8 * NUM_KV_HEADS * HEAD_DIM)
 _clock = time.process_time_ns if "--cpu-time" in sys.argv else time.perf_counter_ns
 TOLERANCE = 2e-6
 
@@ -141,7 +142,7 @@ def measure(name: str, repeats: int) -> dict[str, object]:
     q = torch.randn(batch.num_tokens, NUM_HEADS, HEAD_DIM)
     with dispatch.forced("reference"):
         expected = parts_of(q, arena.layer(0), batch)
-    cut_s = timed(lambda: parts.cut(batch, None))
+    cut_s = timed(lambda: parts.cut(batch, None, MAX_GATHERED))
     alternatives = {"parts": parts_of, "one masked SDPA a sequence": masked_sdpa}
     times: dict[str, list[float]] = {label: [] for label in alternatives}
     before = dispatch.num_calls("attention", "torch")
@@ -162,7 +163,7 @@ def measure(name: str, repeats: int) -> dict[str, object]:
         "case": name,
         "num_bytes": num_bytes,
         "flops": flops,
-        "num_parts": len(parts.cut(batch, None)),
+        "num_parts": len(parts.cut(batch, None, MAX_GATHERED)),
         "cut_s": cut_s,
         "times_s": {
             label: dict(zip(("p10", "median", "p90"), quantiles(values), strict=True))
