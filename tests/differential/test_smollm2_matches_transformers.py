@@ -19,21 +19,34 @@ PROMPTS = (
     "<|im_start|>user\nName three rivers in Europe.<|im_end|>\n<|im_start|>assistant\n",
 )
 NUM_TOKENS = 16
-LOGITS_TOLERANCE = 2e-3
-"""Largest absolute difference of a logit; they spread over about +-20."""
+LOGITS_TOLERANCE = 5e-4
+"""Largest absolute difference of a logit. Measured: 5.4e-5; the logits spread over about +-20."""
 
 
 @pytest.fixture(scope="module")
 def pair(smollm2_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    return (
+        *_reference(smollm2_path),
+        load_decoder(smollm2_path, read_spec(smollm2_path), torch.float32),
+    )
 
-    source = {"gguf_file": smollm2_path.name, "local_files_only": True}
-    reference = AutoModelForCausalLM.from_pretrained(
-        smollm2_path.parent, dtype=torch.float32, attn_implementation="eager", **source
+
+def _reference(path):
+    """Read the file with transformers' own GGUF code; ``from_pretrained(gguf_file=...)`` would need accelerate."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    source = {"gguf_file": path.name, "local_files_only": True}
+    config = AutoConfig.from_pretrained(path.parent, **source)
+    reference = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    tokenizer = AutoTokenizer.from_pretrained(smollm2_path.parent, **source)
-    decoder = load_decoder(smollm2_path, read_spec(smollm2_path), torch.float32)
-    return reference, tokenizer, decoder
+    loaded = load_gguf_checkpoint(path, return_tensors=True, model_to_load=reference)["tensors"]
+    outcome = reference.load_state_dict(loaded, strict=False)
+    assert outcome.unexpected_keys == []
+    assert set(outcome.missing_keys) <= {"lm_head.weight"}
+    reference.tie_weights()
+    return reference, AutoTokenizer.from_pretrained(path.parent, **source)
 
 
 def test_spec_is_the_published_shape(pair):
