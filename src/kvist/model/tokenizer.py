@@ -6,9 +6,9 @@ tensor library. Text in messages and errors never includes prompts.
 Invariants:
     1. ``decode`` joins the bytes of the tokens and reads them as UTF-8; what is not UTF-8 becomes U+FFFD, as Python's
        "replace" has it. No spaces are "cleaned up".
-    2. Unless the checkpoint normalises its input, ``decode(encode(text))`` is ``text`` for every text without control
-       tokens whose bytes the vocabulary has; bytes it lacks are dropped, as by the model's own tokeniser (SmolLM2 lacks
-       six control characters).
+    2. Unless the checkpoint normalises its input, ``decode(encode(text))`` is ``text`` for every text in which no token
+       is matched whole and whose bytes the vocabulary has; bytes it lacks are dropped, as by the model's own tokeniser
+       (SmolLM2 lacks six control characters).
 """
 
 from __future__ import annotations
