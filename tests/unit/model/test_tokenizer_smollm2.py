@@ -99,7 +99,8 @@ def test_round_trip_is_the_identity(smollm2, shared_data, name):
     assert "".join(map(detokenizer.append, ids)) + detokenizer.finish() == text
 
 
-def test_loads_in_half_a_second(smollm2_path):
+def test_loads_quickly(smollm2_path):
+    # 0.2 s of CPU time alone, 0.5 s on a machine under load; the way over one array per token takes several.
     start = time.process_time()
     load_tokenizer(smollm2_path)
-    assert time.process_time() - start < 0.5
+    assert time.process_time() - start < 2.0
