@@ -1,9 +1,9 @@
 """Encode long texts by parts that were encoded before.
 
-Responsible for cutting a text where no token can reach across, and for remembering the ids of the parts. Knows no file
-format. Prompts repeat their words far more often than anything else, and a dictionary lookup per word is about ten times
-faster than splitting and merging it again (English on a busy 2-core server: 6 against 0.6 MB/s; a prompt of 2,000 tokens
-in 3 instead of 15 ms, much of the time to first token when the whole prompt is cached).
+Responsible for cutting a text where no token can reach across, and for remembering the ids of the parts. Knows no
+file format. Prompts repeat their words far more often than anything else, and a dictionary lookup per word is about ten
+times faster than splitting and merging it again (English on a busy 2-core server: 6 against 0.6 MB/s; a prompt of 2,000
+tokens in 3 instead of 15 ms, much of the time to first token when the whole prompt is cached).
 
 A cut is between a printable ASCII character and a space that an ASCII letter follows. It is used only where it is
 certain that no token reaches across it (``cutting_of``):
