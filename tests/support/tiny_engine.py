@@ -137,3 +137,12 @@ def unshared(decoder: Decoder, groups: Iterable[RequestGroup]) -> dict[tuple[str
         got = Session(core).run([group])
         answers.update({key: answer.token_ids for key, answer in got.items()})
     return answers
+
+
+def unshared_batches(
+    decoder: Decoder, groups: Iterable[RequestGroup], **changes
+) -> dict[tuple[str, int], list[int]]:
+    """Return the same for many requests in less time: batched, but every sequence computes its own prompt."""
+    plan = {"prefix_cache": False, "max_batch_tokens": 4096, "max_running": 32, "num_blocks": 1024}
+    answers = Session(make_core(decoder, **{**plan, **changes})).run(groups)
+    return {key: answer.token_ids for key, answer in answers.items()}
