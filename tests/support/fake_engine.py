@@ -93,6 +93,7 @@ class FakeEngine:
     """Raised by the next calls of ``submit``, in order; None lets one through."""
     plan: FakePlan = field(default_factory=FakePlan)
     model_name: str = "fake-1"
+    is_running: bool = True
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     submissions: list[Submission] = field(default_factory=list)
 

@@ -117,8 +117,12 @@ class _Routes:
         return json_response(dataclasses.asdict(self._engine.stats()))
 
     async def health(self, request: Request) -> Response:  # noqa: ARG002  # the framework's signature
-        """GET /health: 200 while requests are taken; no key needed."""
+        """GET /health: 200 while requests are taken and worked on; no key needed."""
         self._gate.check_open()
+        if not self._engine.is_running:
+            raise EngineStopped(
+                "[server] the engine is not running; the server's log has the cause"
+            )
         return json_response({"status": "ok"})
 
     async def _generate(self, request: Request, prepare: Prepare) -> Response:

@@ -73,6 +73,11 @@ class ServedEngine(Protocol):
         ...
 
     @property
+    def is_running(self) -> bool:
+        """Whether requests are taken and worked on; False after a failure or a stop."""
+        ...
+
+    @property
     def tokenizer(self) -> ServedTokenizer:
         """The model's tokeniser."""
         ...
