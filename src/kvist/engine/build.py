@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvist.config import EngineConfig
+    from kvist.model.decoder import Decoder
+    from kvist.model.tokenizer import Tokenizer
     from kvist.plan import EnginePlan
     from kvist.spec import ModelSpec
 
@@ -50,29 +52,34 @@ def build_engine(config: EngineConfig) -> AsyncEngine:
     """
     resolved = catalog.resolve(config.model.model)
     named = dataclasses.replace(config.model, model=resolved.name)
-    config = dataclasses.replace(config, model=named)
     spec = planning.read_spec(resolved.path)
-    plan = planning.resolve(config, spec, planning.detect_hardware())
+    plan = planning.resolve(
+        dataclasses.replace(config, model=named), spec, planning.detect_hardware()
+    )
     logger.info("[engine] %s", plan.one_line())
     torch.set_num_threads(plan.threads)
     tokenizer = load_tokenizer(resolved.path)
     decoder = load_decoder(resolved.path, spec, getattr(torch, plan.dtype))
-    arena = BlockArena(planning.kv_spec_of(plan, spec), plan.num_blocks)
-    manager, scheduler = build_control_plane(plan)
-    core = EngineCore(
-        namespace=Namespace(
-            model=model_fingerprint(resolved.path, spec), layout=f"{plan.dtype}/{plan.codec}"
-        ),
-        manager=manager,
-        scheduler=scheduler,
-        runner=ModelRunner(decoder, arena),
-        tokenizer=tokenizer,
-    )
+    core = assemble(plan, decoder, tokenizer, model_fingerprint(resolved.path, spec))
     return AsyncEngine(core, tokenizer, plan)
 
 
-def build_control_plane(plan: EnginePlan) -> tuple[CacheManager, Scheduler]:
-    """Return the cache and the scheduler that a plan describes; the cache's hash key is new and secret each time."""
+def assemble(
+    plan: EnginePlan, decoder: Decoder, tokenizer: Tokenizer, fingerprint: str
+) -> EngineCore:
+    """Return the core that a plan describes, around a model that is loaded already.
+
+    Args:
+        plan: Its numbers are taken as they are.
+        decoder: Weights in ``plan.dtype``.
+        tokenizer: The model's.
+        fingerprint: Identity of the weights; cached blocks are never shared between different ones.
+
+    Raises:
+        ConfigError: The KV memory cannot be allocated.
+
+    Side effects: allocates the KV memory. The key of the cache's hashes is new and secret each time.
+    """
     manager = CacheManager(
         num_blocks=plan.num_blocks,
         block_size=plan.block_size,
@@ -89,7 +96,14 @@ def build_control_plane(plan: EnginePlan) -> tuple[CacheManager, Scheduler]:
         policy=policy.get(plan.schedule),
         keep_kv=plan.keep_kv,
     )
-    return manager, scheduler
+    arena = BlockArena(planning.kv_spec_of(plan, decoder.spec), plan.num_blocks)
+    return EngineCore(
+        namespace=Namespace(model=fingerprint, layout=f"{plan.dtype}/{plan.codec}"),
+        manager=manager,
+        scheduler=scheduler,
+        runner=ModelRunner(decoder, arena),
+        tokenizer=tokenizer,
+    )
 
 
 def model_fingerprint(path: Path, spec: ModelSpec) -> str:
