@@ -184,6 +184,7 @@ def test_engine_error_without_stream_is_a_500(path, caplog):
     answer = request(app, "POST", path, PATHS[path])
     assert answer.status == 500
     assert answer.error["code"] == "internal_error"
+    assert "step 7" in caplog.text
 
 
 def test_unforeseen_error_is_a_500_and_logged(caplog):
@@ -323,7 +324,9 @@ def test_abort_by_the_engine_is_never_a_finish_reason(is_stream):
 
 def test_stream_of_the_engine_that_ends_too_early_is_an_error(monkeypatch, caplog):
     monkeypatch.setattr(FakeStream, "_chunks", lambda self: [])
-    answer = request(create_app(FakeEngine(), ServerConfig()), "POST", "/v1/completions", COMPLETION)
+    answer = request(
+        create_app(FakeEngine(), ServerConfig()), "POST", "/v1/completions", COMPLETION
+    )
     assert answer.status == 500
     assert "1 sequences unfinished" in caplog.text
 
