@@ -81,6 +81,12 @@ def test_health_needs_no_key():
     assert answer.json() == {"status": "ok"}
 
 
+def test_health_tells_when_the_engine_has_stopped():
+    answer = request(create_app(FakeEngine(is_running=False), ServerConfig()), "GET", "/health")
+    assert answer.status == 503
+    assert answer.error["code"] == "engine_stopped"
+
+
 def test_cache_statistics_are_the_engine_s():
     app = create_app(FakeEngine(), ServerConfig(api_key=("key-1",)))
     answer = request(app, "GET", "/v1/cache/stats", headers=with_key("key-1"))

@@ -155,6 +155,16 @@ def test_port_in_use_is_named():
             serve(FakeEngine(), ServerConfig(port=port))
 
 
+def test_host_name_that_does_not_resolve_is_named():
+    with pytest.raises(ConfigError, match=r"--host nowhere\.invalid is no address"):
+        serve(FakeEngine(), ServerConfig(host="nowhere.invalid", port=0))
+
+
+def test_ipv6_address_is_written_in_brackets():
+    with running(host="::1") as server:
+        assert server.url == f"http://[::1]:{server.port}"
+
+
 def test_host_that_is_not_ours_is_named():
     with pytest.raises(ConfigError, match=r"--host 192\.0\.2\.1"):
         serve(FakeEngine(), ServerConfig(host="192.0.2.1", port=0))
@@ -198,7 +208,11 @@ def test_malformed_http_does_not_stop_the_server():
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 200_000 + b"\r\n\r\n",
         ):
-            with socket.create_connection(("127.0.0.1", server.port), timeout=5) as client:
+            # A connection that is closed while it is still being written to is an answer too.
+            with (
+                socket.create_connection(("127.0.0.1", server.port), timeout=5) as client,
+                contextlib.suppress(ConnectionError),
+            ):
                 client.sendall(raw)
                 client.shutdown(socket.SHUT_WR)
                 assert client.recv(65536)[:10] in {b"HTTP/1.1 4", b""}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.asgi import JSON_HEADERS, arequest, events, exchange, request
-from tests.support.fake_engine import FakeEngine, FakePlan, Reply
+from tests.support.fake_engine import FakeEngine, FakePlan, FakeStream, Reply
 
 from kvist.config import ServerConfig
 from kvist.errors import EngineError, EngineOverloaded
@@ -184,6 +184,7 @@ def test_engine_error_without_stream_is_a_500(path, caplog):
     answer = request(app, "POST", path, PATHS[path])
     assert answer.status == 500
     assert answer.error["code"] == "internal_error"
+    assert "step 7" in caplog.text
 
 
 def test_unforeseen_error_is_a_500_and_logged(caplog):
@@ -319,6 +320,15 @@ def test_abort_by_the_engine_is_never_a_finish_reason(is_stream):
         assert events(answer.body)[-1]["error"]["code"] == "engine_stopped"
     else:
         assert answer.status == 503
+
+
+def test_stream_of_the_engine_that_ends_too_early_is_an_error(monkeypatch, caplog):
+    monkeypatch.setattr(FakeStream, "_chunks", lambda self: [])
+    answer = request(
+        create_app(FakeEngine(), ServerConfig()), "POST", "/v1/completions", COMPLETION
+    )
+    assert answer.status == 500
+    assert "1 sequences unfinished" in caplog.text
 
 
 def test_finished_request_is_one_log_line_without_its_text(caplog):

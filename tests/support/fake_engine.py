@@ -37,13 +37,16 @@ class FakeTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return {EOS: b"<eos>", BOS: b"<bos>"}.get(token_id) or bytes([token_id])
 
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
-    ) -> str:
+    strips_leading_space = False
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id >= 256
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         if messages[0]["role"] == "assistant":
-            raise RequestError("[chat] the template wants a user first", param="messages")
+            raise RequestError("[chat] the template wants a user first")
         turns = "".join(f"<{m['role']}>{m['content']}\n" for m in messages)
-        return turns + "<assistant>" * add_generation_prompt
+        return list(f"{turns}<assistant>".encode())
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ class FakeEngine:
     """Raised by the next calls of ``submit``, in order; None lets one through."""
     plan: FakePlan = field(default_factory=FakePlan)
     model_name: str = "fake-1"
+    is_running: bool = True
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     submissions: list[Submission] = field(default_factory=list)
 

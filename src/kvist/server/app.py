@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import time
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from kvist.server.ports import ServedEngine
 
     Prepare = Callable[[dict[str, Any], ServedEngine, str], Job]  # Any: a JSON document
+
+logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
 """Never on the wire: the status of an answer that nobody is left to receive."""
@@ -117,8 +121,12 @@ class _Routes:
         return json_response(dataclasses.asdict(self._engine.stats()))
 
     async def health(self, request: Request) -> Response:  # noqa: ARG002  # the framework's signature
-        """GET /health: 200 while requests are taken; no key needed."""
+        """GET /health: 200 while requests are taken and worked on; no key needed."""
         self._gate.check_open()
+        if not self._engine.is_running:
+            raise EngineStopped(
+                "[server] the engine is not running; the server's log has the cause"
+            )
         return json_response({"status": "ok"})
 
     async def _generate(self, request: Request, prepare: Prepare) -> Response:
@@ -174,14 +182,18 @@ class _Routes:
         }
 
 
-async def _on_error(_: Request, error: Exception) -> Response:
-    return to_reply(error).to_response()
+async def _on_error(request: Request, error: Exception) -> Response:
+    reply = to_reply(error)
+    if reply.status == HTTPStatus.INTERNAL_SERVER_ERROR:
+        # The answer points to the log, so the cause must be there.
+        logger.error("[server] %s failed", request.url.path, exc_info=error)
+    return reply.to_response()
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)  # registered for this type
     method, path = request.method, request.url.path
-    if error.status_code == 405:
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
         message = f"[server] {shorten(path)} does not take {method}; use {allowed}"
         code = "method_not_allowed"

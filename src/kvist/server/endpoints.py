@@ -96,15 +96,17 @@ class CompletionAnswer(Answer):
         prompts: Sequence[Prompt],
     ) -> None:
         super().__init__(request_id, model)
-        num_sequences = request.n or 1
-        echoed = [_echo(prompt, engine) if request.echo else "" for prompt in prompts]
-        self._echoes = [text for text in echoed for _ in range(num_sequences)]
-        self._logprobs = [
-            None
-            if request.logprobs is None
-            else CompletionLogprobs(engine.tokenizer, request.logprobs, len(text))
-            for text in self._echoes
-        ]
+        self._echoes: list[str] = []
+        self._logprobs: list[CompletionLogprobs | None] = []
+        for prompt in prompts:
+            echo = _echo(prompt, engine) if request.echo else ""
+            for _ in range(request.n or 1):
+                self._echoes.append(echo)
+                self._logprobs.append(
+                    None
+                    if request.logprobs is None
+                    else CompletionLogprobs(engine.tokenizer, request.logprobs, prompt)
+                )
 
     def whole(self, outputs: Sequence[ChoiceOutput], usage: CallUsage) -> Json:
         """Return a ``text_completion`` with every choice."""

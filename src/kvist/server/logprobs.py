@@ -6,13 +6,15 @@ the tokeniser only through the bytes of each token.
 
 from __future__ import annotations
 
-import codecs
 from typing import TYPE_CHECKING, Any
+
+from kvist.engine.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvist.server.ports import ServedTokenizer
+    from kvist.server.prompts import Prompt
     from kvist.types import TokenLogprobs
 
 Json = dict[str, Any]  # Any: a JSON document
@@ -35,24 +37,24 @@ class CompletionLogprobs:
     Args:
         tokenizer: For the bytes of tokens.
         num_top: Alternatives asked for; 0 leaves ``top_logprobs`` null.
-        text_offset: Characters of the choice's text before its first output token (the echoed prompt).
+        prompt: What comes before the choice's first output token; not part of its text (``echo`` excludes
+            log-probabilities).
     """
 
-    def __init__(self, tokenizer: ServedTokenizer, num_top: int, text_offset: int) -> None:
+    def __init__(self, tokenizer: ServedTokenizer, num_top: int, prompt: Prompt) -> None:
         self._tokenizer = tokenizer
         self._num_top = num_top
-        self._text_offset = text_offset
-        # A character may be spread over tokens; each of them starts where the character will.
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._text_offset = 0
+        # The rules by which the engine makes the text, so that offsets and text agree: control tokens have none, and
+        # the tokens of one character all start where it will.
+        self._detokenizer = Detokenizer(tokenizer, previous_token_id=prompt.token_ids[-1])
 
     def piece(self, entries: Sequence[TokenLogprobs]) -> Json:
         """Return the object for the next tokens of the choice."""
         offsets = []
         for entry in entries:
             offsets.append(self._text_offset)
-            self._text_offset += len(
-                self._decoder.decode(self._tokenizer.token_bytes(entry.token_id))
-            )
+            self._text_offset += len(self._detokenizer.append(entry.token_id))
         return {
             "tokens": [self._text(entry.token_id) for entry in entries],
             "token_logprobs": [entry.logprob for entry in entries],

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kvist.engine.detokenizer import TokenText
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
     from kvist.types import OutputChunk, SamplingParams
 
 
-class ServedTokenizer(Protocol):
+class ServedTokenizer(TokenText, Protocol):
     """Text to token ids and back. Called from worker threads, several at once."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -26,14 +28,8 @@ class ServedTokenizer(Protocol):
         """Return the text of ``token_ids``."""
         ...
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return exactly the bytes that one token stands for."""
-        ...
-
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
-    ) -> str:
-        """Return the prompt that the model's own template makes of ``messages``."""
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Return the prompt that the model's own chat template makes of ``messages``."""
         ...
 
 
@@ -74,6 +70,11 @@ class ServedEngine(Protocol):
     @property
     def model_name(self) -> str:
         """The name that requests give by default."""
+        ...
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are taken and worked on; False after a failure or a stop."""
         ...
 
     @property

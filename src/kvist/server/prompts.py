@@ -26,7 +26,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     """At least one."""
     text: str | None = None
-    """As the client wrote it; None when it gave token ids."""
+    """As the client wrote it; None when it gave token ids or messages."""
 
 
 def encode_prompts(inputs: Sequence[PromptInput], engine: ServedEngine) -> list[Prompt]:
@@ -71,16 +71,18 @@ def encode_messages(messages: Sequence[ChatMessage], tokenizer: ServedTokenizer)
         {"role": "system" if m.role == "developer" else m.role, "content": m.content}
         for m in messages
     ]
-    text = tokenizer.apply_chat_template(turns, add_generation_prompt=True)
-    # The template writes the special tokens itself; adding them again would double the first one.
-    ids = tokenizer.encode(text, add_special_tokens=False)
+    try:
+        ids = tokenizer.encode_chat(turns)
+    except RequestError as error:
+        error.param = error.param or "messages"
+        raise
     if not ids:
         raise RequestError(
             "[request] messages make an empty prompt in this model's chat template; add content",
             param="messages",
             code="invalid_value",
         )
-    return Prompt(token_ids=tuple(ids), text=text)
+    return Prompt(token_ids=tuple(ids))
 
 
 def check_fit(
