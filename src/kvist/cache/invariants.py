@@ -166,6 +166,8 @@ def _lease_paths(leases: Sequence[PrefixLease]) -> Iterator[str]:
                 yield f"block {index} of {lease!r} is not on its path in the tree"
                 break
             node = node.parent
+        if any(end <= lease.num_computed_tokens for end, _ in lease.pending):
+            yield f"{lease!r} is computing what it has computed"
         if (
             lease.open_node is not None
             and lease.open_node.block is not lease.blocks[lease.num_sealed]

@@ -161,6 +161,10 @@ def mix_up_the_open_node(state: State) -> None:
     state.first.open_node = state.second.open_node
 
 
+def compute_what_is_computed(state: State) -> None:
+    state.first.pending.append((10, b"done"))
+
+
 def miscount_pending(state: State) -> None:
     state.manager._pending.add(b"nobody's")
 
@@ -190,6 +194,7 @@ BREAKS: dict[Callable[[State], None], str] = {
     leave_the_path: "is not on its path in the tree",
     end_the_path_early: "is not on its path in the tree",
     mix_up_the_open_node: "is not its next block",
+    compute_what_is_computed: "is computing what it has computed",
     miscount_pending: "identities in flight, leases have",
 }
 

@@ -560,6 +560,17 @@ def test_nothing_to_gain_is_not_pending() -> None:
     manager.release(lease)
 
 
+def test_tail_that_was_hit_whole_is_not_in_flight() -> None:
+    manager = make_manager(12)
+    serve(manager, range(6))
+    chain = manager.new_chain(NAMESPACE, range(6))
+    lease = manager.admit(manager.lookup(chain, 6), chain, 8)
+    assert lease is not None
+    assert (lease.num_computed_tokens, len(lease.pending)) == (6, 0)
+    manager.check_invariants()
+    manager.release(lease)
+
+
 def test_release_ends_what_was_pending() -> None:
     manager = make_manager(12)
     first, _ = start(manager, range(8))
