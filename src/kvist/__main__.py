@@ -1,0 +1,5 @@
+"""Run the command line with ``python -m kvist``."""
+
+from kvist.cli.main import main
+
+main()

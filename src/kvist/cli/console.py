@@ -1,0 +1,116 @@
+"""What a command writes, where, and the code it exits with.
+
+Results go to stdout, everything else (progress, notes, errors) to stderr, so that a pipe sees only results. Exit codes:
+0 ok, 1 failed, 2 usage, 130 interrupted. Knows no command and no engine.
+
+Invariants:
+    1. With ``--json``, stdout holds exactly one line, the JSON document.
+    2. An ``EngineError`` becomes one line on stderr; a traceback is shown only with ``--debug``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from kvist.errors import EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+"""128 + SIGINT, as shells report it."""
+
+logger = logging.getLogger("kvist.cli")
+
+
+def result_console() -> Console:
+    """Return a console on stdout. Made per call, so that a redirected stdout is respected."""
+    return Console(file=sys.stdout, highlight=False, soft_wrap=True)
+
+
+def note_console() -> Console:
+    """Return a console on stderr for progress and notes."""
+    return Console(file=sys.stderr, highlight=False, soft_wrap=True)
+
+
+def note(message: str, *, style: str = "dim") -> None:
+    """Write one line of progress or explanation to stderr."""
+    note_console().print(Text(message, style=style))
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show on a terminal that something takes its time, while the block runs."""
+    console = note_console()
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(Text(what)):
+        yield
+
+
+def print_json(document: Mapping[str, object]) -> None:
+    """Write the document to stdout as one line of JSON."""
+    sys.stdout.write(json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
+def fail(message: str, *, exit_code: int = EXIT_FAILED) -> NoReturn:
+    """Write one error line to stderr and leave the command with the exit code."""
+    line = " ".join(message.split())
+    note_console().print(Text.assemble(("kvist: ", "bold red"), line))
+    raise typer.Exit(exit_code)
+
+
+def set_up_logging(*, level: int) -> None:
+    """Send the log of the package to stderr, from the given level on.
+
+    Side effects: Configures the ``kvist`` logger. Only the command line does this; the library configures nothing.
+    """
+    root = logging.getLogger("kvist")
+    if not root.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        root.addHandler(handler)
+    root.setLevel(level)
+
+
+def is_debugging() -> bool:
+    """Whether ``--debug`` was given."""
+    return logging.getLogger("kvist").level == logging.DEBUG
+
+
+@contextmanager
+def reported_errors() -> Iterator[None]:
+    """Turn what a command raises into one line on stderr and the right exit code.
+
+    Raises:
+        typer.Exit: With 1 after an error, 130 after an interrupt.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        note("interrupted")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except EngineError as error:
+        if is_debugging():
+            raise
+        fail(str(error))
+    except BrokenPipeError:
+        # The reader of stdout has gone (`kvist ... | head`); writing more can only fail again.
+        sys.stderr.close()
+        raise typer.Exit(EXIT_FAILED) from None
+    except OSError as error:
+        if is_debugging():
+            raise
+        fail(f"[{error.filename or 'system'}] {error.strerror or error}")

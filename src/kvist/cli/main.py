@@ -1,0 +1,58 @@
+"""The ``kvist`` command: its global options and the list of its commands.
+
+Starts fast: nothing here, nor in the command modules at import, loads a tensor library, a tokeniser or a web framework;
+each command loads what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated
+
+import typer
+
+import kvist
+from kvist.cli import cache, chat, demo, generate, plan, pull, serve
+from kvist.cli.console import set_up_logging
+
+app = typer.Typer(
+    name="kvist",
+    help="Run language models with a prompt cache that computes no prefix twice.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+app.command()(pull.pull)
+app.command()(serve.serve)
+app.command()(generate.generate)
+app.command()(chat.chat)
+app.command()(demo.demo)
+app.command()(plan.plan)
+app.add_typer(cache.app)
+
+
+def _show_version(value: bool) -> None:  # noqa: FBT001  # the signature of a typer callback
+    if value:
+        typer.echo(f"kvist {kvist.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global_options(
+    *,
+    version: Annotated[  # noqa: ARG001  # handled by its callback
+        bool,
+        typer.Option("--version", help="show the version", callback=_show_version, is_eager=True),
+    ] = False,
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", help="show tracebacks and the debug log (which may hold prompts)"),
+    ] = False,
+) -> None:
+    set_up_logging(level=logging.DEBUG if debug else logging.WARNING)
+
+
+def main() -> None:
+    """Run the command line; the entry point of the ``kvist`` script. Always leaves through ``SystemExit``."""
+    app(prog_name="kvist")

@@ -1,0 +1,166 @@
+"""``kvist plan``: what a model's weights and KV cache need, before anything is loaded.
+
+Reads at most a configuration file or a GGUF header. The sizes are those that the engine then allocates.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from kvist.cli.console import print_json, result_console
+from kvist.cli.options import Only, takes_options
+from kvist.config import EngineConfig
+from kvist.errors import ModelLoadError
+from kvist.model.catalog import KNOWN_MODELS, resolve
+from kvist.model.shapes import NAMED_SHAPES
+from kvist.plan import (
+    KV_MEMORY_FRACTION,
+    MemoryEstimate,
+    detect_hardware,
+    memory_estimate,
+    read_spec,
+    resolve_dtype,
+)
+from kvist.spec import GIB, ModelSpec
+
+
+@takes_options
+def plan(
+    *,
+    context: Annotated[
+        int, typer.Option(help="tokens of a request, prompt and output", min=1)
+    ] = 2048,
+    concurrency: Annotated[int, typer.Option(help="requests at once", min=1)] = 8,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print the numbers as one line of JSON")
+    ] = False,
+    config: Annotated[
+        EngineConfig, Only("model", "dtype", "kv_cache_dtype", "block_size", "memory_gib")
+    ],
+) -> None:
+    """Say how much memory a model needs, and how many requests fit; nothing is loaded.
+
+    The model may also be a named shape, such as llama-2-7b, a folder with a config.json, or a .gguf file.
+    """
+    spec = find_spec(config.model.model)
+    estimate = memory_estimate(
+        spec,
+        codec=config.cache.kv_cache_dtype,
+        dtype=config.model.dtype,
+        context=context,
+        concurrency=concurrency,
+        block_size=config.cache.block_size,
+    )
+    document = _document(config, spec, estimate, _kv_memory_bytes(config, estimate))
+    if as_json:
+        print_json(document)
+    else:
+        _show(document)
+
+
+def find_spec(name: str) -> ModelSpec:
+    """Return the specification of a named shape, a local configuration or checkpoint, or a pulled model.
+
+    Raises:
+        ModelLoadError: There is no such model here, or its description cannot be read.
+    """
+    if name in NAMED_SHAPES:
+        return NAMED_SHAPES[name]
+    path = Path(name).expanduser()
+    # A configuration alone is enough here, so its folder need not be a whole checkpoint.
+    if path.name == "config.json" and path.is_file():
+        return read_spec(path.parent)
+    if (path / "config.json").is_file():
+        return read_spec(path)
+    try:
+        return read_spec(resolve(name).path)
+    except ModelLoadError as error:
+        if path.exists() or name in KNOWN_MODELS:
+            raise
+        raise ModelLoadError(f"{error}; shapes with a name: {', '.join(NAMED_SHAPES)}") from error
+
+
+def _kv_memory_bytes(config: EngineConfig, estimate: MemoryEstimate) -> int:
+    """Return what KV blocks may take: as the user said, or what the engine would take by itself."""
+    if config.cache.memory_gib is not None:
+        return int(config.cache.memory_gib * GIB)
+    left = detect_hardware().available_bytes - estimate.weight_bytes
+    return int(max(0, left) * KV_MEMORY_FRACTION)
+
+
+def _document(
+    config: EngineConfig, spec: ModelSpec, estimate: MemoryEstimate, memory_bytes: int
+) -> dict[str, Any]:  # Any: JSON values
+    codec = config.cache.kv_cache_dtype
+    return {
+        "model": config.model.model,
+        "parameters": estimate.num_parameters,
+        "dtype": resolve_dtype(config.model.dtype),
+        "kv_cache_dtype": "raw16" if codec == "auto" else codec,
+        "context": estimate.context,
+        "concurrency": estimate.concurrency,
+        "block_size": estimate.block_size,
+        "num_layers": spec.num_layers,
+        "num_heads": spec.num_heads,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "weight_bytes": estimate.weight_bytes,
+        "kv_bytes_per_token": estimate.token_bytes,
+        "kv_bytes_per_request": estimate.request_bytes,
+        "kv_bytes_per_request_windowed": estimate.windowed_request_bytes,
+        "kv_bytes_total": estimate.kv_bytes,
+        "total_bytes": estimate.total_bytes,
+        "memory_bytes": memory_bytes,
+        "requests_that_fit": memory_bytes // estimate.request_bytes,
+        "fits": memory_bytes >= estimate.kv_bytes,
+    }
+
+
+def _show(document: dict[str, Any]) -> None:  # Any: JSON values
+    grouping = document["num_heads"] // document["num_kv_heads"]
+    shared = f", {grouping} query heads share one KV head" if grouping > 1 else ""
+    table = Table(
+        "what", "bytes", "", "how",
+        title=f"{document['model']}: {document['context']:,} tokens a request, {document['concurrency']} at once",
+        title_justify="left", box=None,
+    )  # fmt: skip
+    table.columns[1].justify = table.columns[2].justify = "right"
+    per_token = (
+        f"{document['num_layers']} layers x 2 x {document['num_kv_heads']} KV heads x "
+        f"{document['head_dim']} in {document['kv_cache_dtype']}{shared}"
+    )
+    rows = (
+        ("weights", "weight_bytes", f"{document['parameters']:,} values in {document['dtype']}"),
+        ("KV per token", "kv_bytes_per_token", per_token),
+        ("KV per request", "kv_bytes_per_request", f"blocks of {document['block_size']} tokens"),
+        ("KV in total", "kv_bytes_total", f"{document['concurrency']} requests, none shared"),
+        ("weights and KV", "total_bytes", ""),
+    )
+    for name, key, how in rows:
+        table.add_row(name, f"{document[key]:,}", _human(document[key]), how)
+    console = result_console()
+    console.print(table)
+    windowed = document["kv_bytes_per_request_windowed"]
+    if windowed < document["kv_bytes_per_request"]:
+        console.print(
+            f"Sliding windows would need only {_human(windowed)} a request; "
+            "this version keeps all positions of all layers."
+        )
+    if document["memory_bytes"] == 0:
+        console.print("The weights alone need more memory than is free on this machine.")
+        return
+    console.print(
+        f"KV memory of {_human(document['memory_bytes'])} holds {document['requests_that_fit']:,} such requests "
+        "(--memory-gib; by default half of what the weights leave free). Requests that share a prefix need less."
+    )
+
+
+def _human(num_bytes: int) -> str:
+    for unit, size in (("GiB", GIB), ("MiB", 1024**2), ("KiB", 1024)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes} B"

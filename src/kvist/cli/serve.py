@@ -1,0 +1,49 @@
+"""``kvist serve``: the HTTP server around one engine."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TYPE_CHECKING
+
+from kvist.cli.console import is_debugging, note, set_up_logging
+from kvist.cli.models import running_engine
+from kvist.cli.options import takes_options
+from kvist.config import EngineConfig, ServerConfig
+
+if TYPE_CHECKING:
+    from kvist.server.run import RunningServer
+
+READY = "ready: "
+"""Begins the one line on stdout; the address follows."""
+
+
+@takes_options
+def serve(config: EngineConfig, server: ServerConfig) -> None:
+    """Serve a model over HTTP, compatible with OpenAI's clients, until interrupted.
+
+    When it accepts requests, it writes one line to stdout: "ready: " and its address.
+    """
+    from kvist.server.run import serve as run_server  # noqa: PLC0415  # loads the web framework
+
+    if not is_debugging():
+        set_up_logging(level=logging.INFO)
+    with running_engine(config) as engine:
+        model = server.served_name or engine.model_name
+        has_keys = bool(server.api_key or server.api_key_file)
+
+        def on_ready(running: RunningServer) -> None:
+            sys.stdout.write(f"{READY}{running.url}\n")
+            sys.stdout.flush()
+            note(f"try it: {example(running.url, model, has_keys=has_keys)}")
+
+        run_server(engine, server, on_ready)
+
+
+def example(url: str, model: str, *, has_keys: bool) -> str:
+    """Return a shell command that asks the server one question."""
+    key = """ -H 'Authorization: Bearer YOUR_KEY'""" if has_keys else ""
+    return (
+        f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d "
+        f"""'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is fog?"}}], "max_tokens": 40}}'"""
+    )

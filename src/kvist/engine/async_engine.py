@@ -1,0 +1,416 @@
+"""The engine as a service inside the process: one thread owns it, everybody else sends messages.
+
+Responsible for the owner thread, the queue of commands into it, checks of a request before it is queued, back-pressure
+and an orderly end. Knows nothing of HTTP, of how a step is computed, or of blocks.
+
+Invariants:
+    1. Only the owner thread touches ``EngineCore`` (and with it cache and scheduler) while it runs.
+    2. Every stream ever returned by ``submit`` ends: with final chunks, or with an error.
+    3. An idle engine sleeps; nothing polls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import operator
+import threading
+import time
+import uuid
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvist.engine.core import EngineCore, RequestFailure, RequestGroup
+from kvist.engine.stream import RequestStream
+from kvist.errors import (
+    EngineError,
+    EngineOverloaded,
+    EngineStopped,
+    InvalidSamplingParams,
+    PromptTooLong,
+    RequestError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from typing import Self
+
+    from kvist.cache.stats import CacheStats
+    from kvist.model.tokenizer import Tokenizer
+    from kvist.plan import EnginePlan
+    from kvist.sched.scheduler import SchedulerStats
+    from kvist.types import OutputChunk, SamplingParams, TokenId
+
+__all__ = ["AsyncEngine", "EngineStats", "RequestStream"]
+
+logger = logging.getLogger(__name__)
+
+IDLE_CHECK_S = 1.0
+"""Quiet time after work before the conservation law is checked: never between two requests in quick succession."""
+JOIN_S = 10.0
+"""How long ``close`` waits for the step in progress to end."""
+MAX_RETRY_AFTER_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Counters of a running engine at one moment between two steps."""
+
+    cache: CacheStats
+    scheduler: SchedulerStats
+    uptime_s: float
+    """Since ``start``; 0 before."""
+    busy_s: float
+    """Time spent in steps, a part of uptime_s."""
+    num_steps: int
+    """Steps computed, failed ones included."""
+    num_queued: int
+    """Sequences submitted and not yet running."""
+    num_finished_requests: int
+    """Client calls that ended in any way; aborted and failed ones are a subset."""
+    num_aborted_requests: int
+    num_failed_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Add:
+    group: RequestGroup
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_id: str
+
+
+class AsyncEngine:
+    """A running engine that any thread or event loop may submit requests to.
+
+    Lifecycle: made by ``build.build_engine``, ``start`` once, ``close`` or ``await stop()`` once. After that ``submit``
+    raises ``EngineStopped``. Requests may be submitted before ``start``; they wait.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        tokenizer: Tokenizer,
+        plan: EnginePlan,
+        *,
+        clock: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.plan = plan
+        self._core = core
+        self._clock = clock
+        self._wakeup = threading.Condition()
+        self._commands: deque[_Add | _Abort] = deque()
+        self._streams: dict[str, RequestStream] = {}
+        self._num_untaken = 0  # sequences in _commands; those taken are the scheduler's to count
+        self._thread: threading.Thread | None = None
+        self._started_ns: int | None = None
+        self._stop_at_ns: int | None = None  # set once: when draining ends
+        self._stop_error: EngineStopped | None = None  # set once: why no request is taken any more
+        self._core_stats = core.stats()
+
+    @property
+    def model_name(self) -> str:
+        """The model as the user named it."""
+        return self.plan.model
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are taken and worked on."""
+        return self._started_ns is not None and self._stop_error is None
+
+    def start(self) -> None:
+        """Start the owner thread; no effect when it runs already.
+
+        Raises:
+            EngineStopped: The engine was closed before.
+        """
+        with self._wakeup:
+            if self._stop_error is not None:
+                raise self._stop_error
+            if self._thread is not None:
+                return
+            self._started_ns = self._clock()
+            self._thread = threading.Thread(target=self._run, name="kvist-engine", daemon=True)
+        # A daemon thread inside native code at interpreter exit can crash it, so end it in time.
+        atexit.register(self.close)
+        self._thread.start()
+
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        tenant: str = "",
+        request_id: str | None = None,
+    ) -> RequestStream:
+        """Check a request, queue it, and return the stream of its output.
+
+        Args:
+            prompt_token_ids: At least one, each in [0, plan.vocab_size).
+            params: How to choose output tokens; ``params.n`` sequences are generated.
+            tenant: Cached prefixes are shared inside one tenant only.
+            request_id: Name of the request in logs and chunks; must not be in use. None makes one.
+
+        Raises:
+            PromptTooLong: Prompt plus requested output exceeds ``plan.max_context_len``.
+            RequestError: The prompt is empty, a token id is outside the vocabulary, or the id is in use.
+            EngineOverloaded: The queue is full.
+            EngineStopped: The engine was closed or has failed.
+        """
+        token_ids = self._checked_prompt(prompt_token_ids, params)
+        name = request_id if request_id is not None else f"req-{uuid.uuid4().hex}"
+        stream = RequestStream(name, params.n, self._request_cancel)
+        group = RequestGroup(
+            request_id=name, prompt_token_ids=token_ids, params=params, tenant=tenant
+        )
+        with self._wakeup:
+            if self._stop_error is not None:
+                raise EngineStopped(str(self._stop_error))
+            if name in self._streams:
+                raise RequestError(
+                    f"[engine] request id {name!r} is in use; wait for it to end or choose another",
+                    param="request_id",
+                )
+            self._check_queue(params.n)
+            self._streams[name] = stream
+            self._num_untaken += params.n
+            self._commands.append(_Add(group))
+            self._wakeup.notify_all()
+        return stream
+
+    def stats(self) -> EngineStats:
+        """Return the counters as they were after the latest step; from any thread, without waiting for the step."""
+        with self._wakeup:
+            core, num_untaken = self._core_stats, self._num_untaken
+        uptime_ns = 0 if self._started_ns is None else self._clock() - self._started_ns
+        return EngineStats(
+            cache=core.cache,
+            scheduler=core.scheduler,
+            uptime_s=uptime_ns / 1e9,
+            busy_s=core.busy_ns / 1e9,
+            num_steps=core.num_steps,
+            num_queued=core.num_waiting + num_untaken,
+            num_finished_requests=core.num_finished,
+            num_aborted_requests=core.num_aborted,
+            num_failed_requests=core.num_failed,
+        )
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Stop taking requests, let running ones go on for a while, abort the rest, and end the thread. Idempotent.
+
+        Blocks for at most ``drain_s`` plus the step in progress.
+
+        Args:
+            drain_s: Seconds that requests already submitted may go on; 0 aborts at once. A later call can shorten
+                the time an earlier one gave, not lengthen it.
+        """
+        stop_at_ns = self._clock() + int(drain_s * 1e9)
+        with self._wakeup:
+            if self._stop_at_ns is None or stop_at_ns < self._stop_at_ns:
+                self._stop_at_ns = stop_at_ns
+            if self._stop_error is None:
+                self._stop_error = EngineStopped("[engine] the engine has been shut down")
+            self._wakeup.notify_all()
+            thread = self._thread
+        if thread is None:
+            self._end()
+            return
+        atexit.unregister(self.close)
+        thread.join(timeout=drain_s + JOIN_S)
+        if thread.is_alive():
+            logger.error(
+                "[engine] the step in progress did not end within %.0f s; leaving it", JOIN_S
+            )
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """Do what ``close`` does without blocking the event loop."""
+        await asyncio.to_thread(self.close, drain_s)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- checks, in the caller's thread ---
+
+    def _checked_prompt(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> tuple[TokenId, ...]:
+        if not len(prompt_token_ids):
+            raise RequestError(
+                "[engine] expected at least one prompt token, received none; send a prompt that is not empty",
+                param="prompt",
+                code="invalid_value",
+            )
+        self._check_length(len(prompt_token_ids), params.max_tokens)
+        try:
+            token_ids = tuple(map(operator.index, prompt_token_ids))
+        except TypeError as error:
+            raise RequestError(
+                f"[engine] prompt token ids must be integers ({error})", param="prompt"
+            ) from None
+        vocab_size = self.plan.vocab_size
+        _check_vocabulary((min(token_ids), max(token_ids)), vocab_size, "prompt", RequestError)
+        _check_vocabulary(params.logit_bias, vocab_size, "logit_bias", InvalidSamplingParams)
+        _check_vocabulary(
+            params.stop_token_ids, vocab_size, "stop_token_ids", InvalidSamplingParams
+        )
+        return token_ids  # type: ignore[return-value]  # checked to be token ids just now
+
+    def _check_length(self, num_tokens: int, max_tokens: int | None) -> None:
+        limit = self.plan.max_context_len
+        # Without max_tokens there must be room for one token of output, or there is nothing to ask for.
+        if num_tokens + (1 if max_tokens is None else max_tokens) <= limit:
+            return
+        output = "at least 1 token of output" if max_tokens is None else f"max_tokens={max_tokens}"
+        raise PromptTooLong(
+            f"[engine] the prompt has {num_tokens} tokens, with {output} more than the {limit} tokens a request "
+            f"may have; shorten the prompt, lower max_tokens, or raise --max-context or --memory-gib",
+            param="prompt",
+        )
+
+    def _check_queue(self, num_sequences: int) -> None:
+        """Raise when ``num_sequences`` more would not fit the queue; called with the lock held."""
+        limit = self.plan.max_queue
+        if num_sequences > limit:
+            raise InvalidSamplingParams(
+                f"[engine] n must be at most {limit}, the length of the queue, received {num_sequences}; "
+                f"lower n or raise --max-queue",
+                param="n",
+            )
+        core = self._core_stats
+        num_queued = core.num_waiting + self._num_untaken
+        if num_queued + num_sequences > limit:
+            # A place gets free when a request ends, so wait as long as one has taken on average.
+            mean_s = core.busy_ns / 1e9 / max(1, core.num_finished)
+            raise EngineOverloaded(
+                f"[engine] {num_queued} sequences are waiting and the queue holds {limit}; "
+                f"retry later or raise --max-queue",
+                retry_after_s=min(max(1.0, mean_s), MAX_RETRY_AFTER_S),
+            )
+
+    def _request_cancel(self, stream: RequestStream) -> None:
+        with self._wakeup:
+            # Not by id alone: it may have been given to a later request since this one ended.
+            if self._streams.get(stream.request_id) is stream:
+                self._commands.append(_Abort(stream.request_id))
+                self._wakeup.notify_all()
+
+    # --- the owner thread ---
+
+    def _run(self) -> None:
+        try:
+            while self._advance():
+                pass
+        except Exception as error:
+            # The thread is a process boundary: whatever went wrong, every waiting client must hear of it.
+            logger.exception("[engine] stopped by an internal error")
+            stopped = EngineStopped(
+                f"[engine] stopped by an internal error ({type(error).__name__}: {error}); restart it"
+            )
+            stopped.__cause__ = error
+            with self._wakeup:
+                self._stop_error = stopped
+        self._end()
+
+    def _advance(self) -> bool:
+        """Handle what was sent, compute one step, hand out its chunks; return False when it is time to end."""
+        commands = self._wait()
+        for command in commands:
+            self._handle(command)
+        self._publish(sum(c.group.params.n for c in commands if isinstance(c, _Add)))
+        if self._is_time_to_stop():
+            return False
+        if self._core.has_work:
+            self._deliver(self._core.step())
+            self._publish(0)
+        return True
+
+    def _wait(self) -> list[_Add | _Abort]:
+        """Return the commands sent since the last call; sleep while there is nothing to do at all."""
+        if not self._core.has_work:
+            with self._wakeup:
+                has_news = self._wakeup.wait_for(
+                    self._has_news, IDLE_CHECK_S if self._core.has_unchecked_steps else None
+                )
+            if not has_news:
+                self._core.check_invariants()
+        with self._wakeup:
+            commands = list(self._commands)
+            self._commands.clear()
+        return commands
+
+    def _has_news(self) -> bool:
+        return bool(self._commands) or self._stop_at_ns is not None
+
+    def _handle(self, command: _Add | _Abort) -> None:
+        match command:
+            case _Add(group):
+                try:
+                    self._core.add(group)
+                except EngineError as error:
+                    self._deliver([RequestFailure(request_id=group.request_id, error=error)])
+            case _Abort(request_id):
+                self._deliver(self._core.abort(request_id))
+
+    def _deliver(self, outputs: Iterable[OutputChunk | RequestFailure]) -> None:
+        for output in outputs:
+            stream = self._streams[output.request_id]
+            if isinstance(output, RequestFailure):
+                stream.fail(output.error)
+            else:
+                stream.put(output)
+            if stream.is_finished:
+                with self._wakeup:
+                    del self._streams[output.request_id]
+
+    def _publish(self, num_taken: int) -> None:
+        stats = self._core.stats()
+        with self._wakeup:
+            self._core_stats = stats
+            self._num_untaken -= num_taken
+
+    def _is_time_to_stop(self) -> bool:
+        with self._wakeup:
+            if self._stop_at_ns is None:
+                return False
+            return not self._core.has_work or self._clock() >= self._stop_at_ns
+
+    def _end(self) -> None:
+        """Fail every stream still open and give back all blocks; nothing runs afterwards."""
+        with self._wakeup:
+            streams, error = list(self._streams.values()), self._stop_error
+            self._streams.clear()
+            self._commands.clear()
+            self._num_untaken = 0
+        assert error is not None  # set by close() or by the failure that led here
+        for stream in streams:
+            # One object each: a raised exception carries the traceback of its reader.
+            failure = EngineStopped(str(error))
+            failure.__cause__ = error.__cause__
+            stream.fail(failure)
+        try:
+            self._core.close()
+        except Exception:
+            # The last act of the thread: nobody is left to tell but the log.
+            logger.exception("[engine] the cache was left inconsistent")
+        self._publish(0)
+
+
+def _check_vocabulary(
+    token_ids: Iterable[int], vocab_size: int, name: str, kind: type[RequestError]
+) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise kind(
+                f"[engine] {name}: token ids must be in [0, {vocab_size}), received {token_id}; "
+                f"use ids of this model's tokeniser",
+                param=name,
+            )

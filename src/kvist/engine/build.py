@@ -1,0 +1,120 @@
+"""From a configuration to an engine that can be started.
+
+Responsible for the order in which the parts are made and for wiring them together; the only place that knows all of
+them. Starts no thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import secrets
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvist import plan as planning
+from kvist.cache.hash import KEY_BYTES, BlockHasher
+from kvist.cache.manager import CacheManager
+from kvist.cache.namespaces import Namespace
+from kvist.engine.async_engine import AsyncEngine
+from kvist.engine.core import EngineCore
+from kvist.model import catalog
+from kvist.model.loader import load_decoder
+from kvist.model.tokenizer import load_tokenizer
+from kvist.runner.runner import ModelRunner
+from kvist.sched import policy
+from kvist.sched.scheduler import Scheduler
+from kvist.storage.arena import BlockArena
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvist.config import EngineConfig
+    from kvist.model.decoder import Decoder
+    from kvist.model.tokenizer import Tokenizer
+    from kvist.plan import EnginePlan
+    from kvist.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+
+def build_engine(config: EngineConfig) -> AsyncEngine:
+    """Load a model and make an engine of it, ready for ``start``.
+
+    Raises:
+        ConfigError: The configuration cannot work with this model on this machine.
+        ModelLoadError: The model is missing, corrupt or unsupported.
+
+    Side effects:
+        Sets the tensor library's thread count for the whole process; logs the plan in one INFO line.
+    """
+    resolved = catalog.resolve(config.model.model)
+    named = dataclasses.replace(config.model, model=resolved.name)
+    spec = planning.read_spec(resolved.path)
+    plan = planning.resolve(
+        dataclasses.replace(config, model=named), spec, planning.detect_hardware()
+    )
+    logger.info("[engine] %s", plan.one_line())
+    torch.set_num_threads(plan.threads)
+    tokenizer = load_tokenizer(resolved.path)
+    decoder = load_decoder(resolved.path, spec, getattr(torch, plan.dtype))
+    core = assemble(plan, decoder, tokenizer, model_fingerprint(resolved.path, spec))
+    return AsyncEngine(core, tokenizer, plan)
+
+
+def assemble(
+    plan: EnginePlan, decoder: Decoder, tokenizer: Tokenizer, fingerprint: str
+) -> EngineCore:
+    """Return the core that a plan describes, around a model that is loaded already.
+
+    Args:
+        plan: Its numbers are taken as they are.
+        decoder: Weights in ``plan.dtype``.
+        tokenizer: The model's.
+        fingerprint: Identity of the weights; cached blocks are never shared between different ones.
+
+    Raises:
+        ConfigError: The KV memory cannot be allocated.
+
+    Side effects: allocates the KV memory. The key of the cache's hashes is new and secret each time.
+    """
+    manager = CacheManager(
+        num_blocks=plan.num_blocks,
+        block_size=plan.block_size,
+        hasher=BlockHasher(secrets.token_bytes(KEY_BYTES)),
+        prefix_cache=plan.prefix_cache,
+    )
+    scheduler = Scheduler(
+        manager,
+        max_batch_tokens=plan.max_batch_tokens,
+        max_running=plan.max_running,
+        max_queue=plan.max_queue,
+        max_context_len=plan.max_context_len,
+        reserve_tokens=plan.reserve_tokens,
+        policy=policy.get(plan.schedule),
+        keep_kv=plan.keep_kv,
+    )
+    arena = BlockArena(planning.kv_spec_of(plan, decoder.spec), plan.num_blocks)
+    return EngineCore(
+        namespace=Namespace(model=fingerprint, layout=f"{plan.dtype}/{plan.codec}"),
+        manager=manager,
+        scheduler=scheduler,
+        runner=ModelRunner(decoder, arena),
+        tokenizer=tokenizer,
+    )
+
+
+def model_fingerprint(path: Path, spec: ModelSpec) -> str:
+    """Return an identity of the weights: of the specification and of name, size and time of change of each file.
+
+    Not of the contents: reading gigabytes at every start would cost more than the cache saves, and in memory an engine
+    only ever has the one model it loaded.
+    """
+    digest = hashlib.sha256(repr(spec).encode())
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    for file in files:
+        status = file.stat()
+        digest.update(f"\n{file.name}\0{status.st_size}\0{status.st_mtime_ns}".encode())
+    return digest.hexdigest()

@@ -1,0 +1,406 @@
+"""The step loop's body: scheduler, runner and detokenisers of one engine, driven from outside.
+
+Responsible for turning client calls into sequences, for one plan-run-apply step at a time, for text and stop strings,
+and for what happens when a step fails. Knows nothing of threads, queues of commands or event loops: whoever owns an
+``EngineCore`` calls it from one thread.
+
+Invariants:
+    1. Every sequence added leaves through exactly one final chunk or one ``RequestFailure`` of its client call.
+    2. Blocks are given back only through ``Scheduler.finish`` and ``Scheduler.apply``.
+    3. An error while computing ends the requests of that step and no others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from kvist.cache.namespaces import Namespace
+from kvist.engine.detokenizer import Detokenizer, StopStrings
+from kvist.errors import EngineError, InvariantViolation
+from kvist.sched.output import SampledToken, StepResult
+from kvist.sched.request import Request
+from kvist.types import FinishReason, OutputChunk, RequestId, TokenId
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvist.cache.manager import CacheManager
+    from kvist.cache.stats import CacheStats
+    from kvist.model.tokenizer import Tokenizer
+    from kvist.sched.output import StepPlan
+    from kvist.sched.scheduler import RequestUpdate, Scheduler, SchedulerStats
+    from kvist.types import SamplingParams, Usage
+
+logger = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """Computes plans; ``kvist.runner.runner.ModelRunner`` in earnest."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute every sequence of the plan and sample where it says so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestGroup:
+    """One client call: a prompt and the ``params.n`` sequences to generate from it."""
+
+    request_id: str
+    prompt_token_ids: tuple[TokenId, ...]
+    """Checked to be in the vocabulary."""
+    params: SamplingParams
+    tenant: str = ""
+    """Owner of the cache namespace."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFailure:
+    """The end of a client call that could not be completed, all of its sequences included."""
+
+    request_id: str
+    error: EngineError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreStats:
+    """Counters of the core at one moment between two steps."""
+
+    cache: CacheStats
+    scheduler: SchedulerStats
+    num_waiting: int
+    """Sequences the scheduler has not started, or has preempted."""
+    num_steps: int
+    busy_ns: int
+    """Time spent in ``step``."""
+    num_finished: int
+    """Client calls ended in any way."""
+    num_aborted: int
+    """Subset of num_finished."""
+    num_failed: int
+    """Subset of num_finished."""
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """What the core keeps of one running sequence."""
+
+    call: _Call
+    index: int
+    detokenizer: Detokenizer
+
+
+@dataclass(slots=True)
+class _Call:
+    """What the core keeps of one client call."""
+
+    group: RequestGroup
+    added_ns: int
+    first_token_ns: int | None = None
+    is_aborted: bool = False
+    open_ids: dict[RequestId, None] = field(default_factory=dict)  # an ordered set
+
+
+class EngineCore:
+    """Scheduler, runner and text of one engine.
+
+    Threads: one owner; nothing here is locked.
+    """
+
+    def __init__(
+        self,
+        *,
+        namespace: Namespace,
+        manager: CacheManager,
+        scheduler: Scheduler,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        clock: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        """Take ownership of the parts.
+
+        Args:
+            namespace: That of this model and block layout; each request adds its tenant.
+            manager: The cache that ``scheduler`` works with.
+            scheduler: Nothing added yet.
+            runner: Computes the scheduler's plans.
+            tokenizer: Only read; may be shared with other threads.
+            clock: Monotonic nanoseconds.
+        """
+        self._namespace = namespace
+        self._manager = manager
+        self._scheduler = scheduler
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._eos_token_ids = frozenset(map(TokenId, tokenizer.eos_token_ids))
+        self._sequences: dict[RequestId, _Sequence] = {}
+        self._calls: dict[str, _Call] = {}
+        self._num_steps = 0
+        self._num_steps_checked = 0
+        self._busy_ns = 0
+        self._num_finished = 0
+        self._num_aborted = 0
+        self._num_failed = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would compute anything."""
+        return self._scheduler.has_work
+
+    @property
+    def has_unchecked_steps(self) -> bool:
+        """Whether anything ran since ``check_invariants``."""
+        return self._num_steps != self._num_steps_checked
+
+    def add(self, group: RequestGroup) -> None:
+        """Queue the sequences of a client call.
+
+        Raises:
+            EngineOverloaded: The scheduler's queue is full; nothing of the call is queued then.
+            PromptTooLong: The scheduler can never run it; nothing of the call is queued then.
+        """
+        call = _Call(group=group, added_ns=self._clock())
+        params = group.params
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        stop = StopStrings(params.stop)
+        try:
+            for index in range(params.n):
+                request_id = RequestId(
+                    group.request_id if params.n == 1 else f"{group.request_id}/{index}"
+                )
+                self._scheduler.add(self._request(request_id, group, sequence_seed(seed, index)))
+                call.open_ids[request_id] = None
+                detokenizer = Detokenizer(
+                    self._tokenizer, stop, previous_token_id=group.prompt_token_ids[-1]
+                )
+                self._sequences[request_id] = _Sequence(
+                    call=call, index=index, detokenizer=detokenizer
+                )
+        except EngineError:
+            for request_id in call.open_ids:
+                self._scheduler.finish(request_id, FinishReason.ABORT)
+                del self._sequences[request_id]
+            raise
+        self._calls[group.request_id] = call
+
+    def abort(self, request_id: str) -> list[OutputChunk]:
+        """End a client call at once and give its blocks back; no effect (and no chunks) when it has ended already."""
+        call = self._calls.get(request_id)
+        if call is None:
+            return []
+        call.is_aborted = True
+        return [
+            self._final_chunk(sequence_id, FinishReason.ABORT)
+            for sequence_id in list(call.open_ids)
+        ]
+
+    def step(self) -> list[OutputChunk | RequestFailure]:
+        """Plan, compute and apply one step; return what it added to each sequence.
+
+        Raises:
+            InvariantViolation: A law of the cache or the scheduler is broken; the core must not be used any more.
+        """
+        started_ns = self._clock()
+        try:
+            plan = self._scheduler.plan()
+            if plan is None:
+                return []
+            self._num_steps += 1
+            try:
+                result = self._runner.run(plan)
+            except Exception as error:
+                # Whatever the numeric code raises concerns the requests of this step; the others go on.
+                logger.exception("[engine] step %d failed", plan.step_index)
+                return self._fail_step(plan, error)
+            failures = self._fail_sequences(result)
+            updates = self._scheduler.apply(plan, self._without_gaps(plan, result))
+            return [*failures, *map(self._chunk, updates)]
+        finally:
+            self._busy_ns += self._clock() - started_ns
+
+    def check_invariants(self) -> None:
+        """Check the conservation law, and that an idle engine holds no block.
+
+        Raises:
+            InvariantViolation: It does not hold.
+        """
+        self._num_steps_checked = self._num_steps
+        self._manager.check_invariants()
+        if not self._sequences and self._manager.num_held:
+            raise InvariantViolation(
+                f"[engine] expected an idle engine to hold no block, {self._manager.num_held} are held: "
+                f"{self._manager.stats()}"
+            )
+
+    def close(self) -> None:
+        """End every sequence, give back all blocks, and check that nothing is missing. Emits no chunks."""
+        for request_id in list(self._sequences):
+            self._scheduler.finish(request_id, FinishReason.ABORT)
+        self._sequences.clear()
+        self._calls.clear()
+        self.check_invariants()
+
+    def stats(self) -> CoreStats:
+        """Return the counters; cheap enough to be called after every step."""
+        return CoreStats(
+            cache=self._manager.stats(),
+            scheduler=self._scheduler.stats(),
+            num_waiting=self._scheduler.num_waiting,
+            num_steps=self._num_steps,
+            busy_ns=self._busy_ns,
+            num_finished=self._num_finished,
+            num_aborted=self._num_aborted,
+            num_failed=self._num_failed,
+        )
+
+    def _request(self, request_id: RequestId, group: RequestGroup, seed: int) -> Request:
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=group.prompt_token_ids,
+            params=group.params,
+            namespace=Namespace(
+                model=self._namespace.model,
+                adapter=self._namespace.adapter,
+                tenant=group.tenant,
+                layout=self._namespace.layout,
+            ),
+            seed=seed,
+            eos_token_ids=self._eos_token_ids,
+        )
+
+    def _chunk(self, update: RequestUpdate) -> OutputChunk:
+        """Return what one applied update adds to its sequence; ends the sequence at a stop string."""
+        sequence = self._sequences[update.request_id]
+        call = sequence.call
+        if update.token_ids and call.first_token_ns is None:
+            call.first_token_ns = self._clock()
+        detokenizer = sequence.detokenizer
+        # The token that ended the sequence (end-of-sequence or stop token) is not part of its text.
+        is_stopped = update.finish_reason is FinishReason.STOP
+        shown = update.token_ids[:-1] if is_stopped else update.token_ids
+        text = "".join(map(detokenizer.append, shown))
+        if update.finish_reason is not None:
+            text += detokenizer.finish()
+        finish_reason, usage = update.finish_reason, update.usage
+        stop_reason: str | int | None = update.stop_token_id
+        if detokenizer.stop_string is not None:
+            if finish_reason is None:
+                self._scheduler.finish(update.request_id, FinishReason.STOP)
+            finish_reason, stop_reason = FinishReason.STOP, detokenizer.stop_string
+        if finish_reason is not None:
+            self._forget(update.request_id, finish_reason, usage)
+        return OutputChunk(
+            request_id=call.group.request_id,
+            index=sequence.index,
+            text=text,
+            token_ids=update.token_ids,
+            logprobs=update.logprobs,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            usage=None if finish_reason is None else usage,
+        )
+
+    def _final_chunk(self, request_id: RequestId, reason: FinishReason) -> OutputChunk:
+        """End a sequence from outside; return its last chunk, with the text held back so far."""
+        sequence = self._sequences[request_id]
+        update = self._scheduler.finish(request_id, reason)
+        assert update is not None  # known here means not finished there
+        text = sequence.detokenizer.finish()
+        self._forget(request_id, reason, update.usage)
+        return OutputChunk(
+            request_id=sequence.call.group.request_id,
+            index=sequence.index,
+            text=text,
+            finish_reason=reason,
+            usage=update.usage,
+        )
+
+    def _fail_step(self, plan: StepPlan, error: Exception) -> list[OutputChunk | RequestFailure]:
+        """End every client call with a sequence in the step; raise if the cache does not survive that."""
+        outputs: list[OutputChunk | RequestFailure] = []
+        for sequence in plan.sequences:
+            cause = EngineError(
+                f"[engine] step {plan.step_index} failed ({type(error).__name__}: {error}); the request was ended"
+            )
+            cause.__cause__ = error
+            outputs += self._fail(sequence.request_id, cause)
+        # Closes the step. Every request of it has ended, so nothing is appended; and heads are published by commit
+        # alone, so neither a copy nor a position that was not computed is ever offered to others.
+        nothing = StepResult(step_index=plan.step_index, samples={})
+        self._scheduler.apply(plan, self._without_gaps(plan, nothing))
+        self._manager.check_invariants()
+        return outputs
+
+    def _fail_sequences(self, result: StepResult) -> list[RequestFailure]:
+        """End the client calls of the sequences for which no token could be chosen."""
+        return [
+            failure
+            for request_id, message in result.failed.items()
+            for failure in self._fail(request_id, EngineError(message))
+        ]
+
+    def _fail(self, request_id: RequestId, error: EngineError) -> list[RequestFailure]:
+        """End the client call of a sequence with an error; nothing when a sibling ended it just before."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return []
+        call = sequence.call
+        for sibling_id in list(call.open_ids):
+            self._final_chunk(sibling_id, FinishReason.ERROR)
+        return [RequestFailure(request_id=call.group.request_id, error=error)]
+
+    def _without_gaps(self, plan: StepPlan, result: StepResult) -> StepResult:
+        """Return the result with a sample for each sequence that has ended: the scheduler wants one and drops it."""
+        ended = [s.request_id for s in plan.sequences if s.request_id not in self._sequences]
+        if not ended:
+            return result
+        nothing = SampledToken(token_id=TokenId(0))
+        return StepResult(
+            step_index=result.step_index,
+            samples={**dict.fromkeys(ended, nothing), **result.samples},
+        )
+
+    def _forget(self, request_id: RequestId, reason: FinishReason, usage: Usage) -> None:
+        """Drop a sequence that ended; log it, and count the call when it was the last one."""
+        sequence = self._sequences.pop(request_id)
+        call = sequence.call
+        del call.open_ids[request_id]
+        now_ns = self._clock()
+        first_ns = call.first_token_ns if call.first_token_ns is not None else now_ns
+        logger.info(
+            "[engine] %s: %s, prompt %d, cached %d, computed %d, output %d tokens, preempted %d, "
+            "ttft %.3f s, %.1f output tokens/s",
+            request_id,
+            reason.value,
+            usage.num_prompt_tokens,
+            usage.num_cached_tokens,
+            usage.num_computed_tokens,
+            usage.num_output_tokens,
+            usage.num_preemptions,
+            (first_ns - call.added_ns) / 1e9,
+            usage.num_output_tokens / max(1e-9, (now_ns - call.added_ns) / 1e9),
+        )
+        if not call.open_ids:
+            del self._calls[call.group.request_id]
+            self._num_finished += 1
+            self._num_aborted += call.is_aborted
+            self._num_failed += reason is FinishReason.ERROR
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """Return the seed of one of a call's sequences, in [0, 2**63).
+
+    The first sequence takes the call's own seed, so it is the one that the same call with ``n = 1`` would give; the
+    others are spread over the whole range, so that neighbouring seeds of clients do not meet.
+    """
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(
+        seed.to_bytes(8, "little") + index.to_bytes(8, "little"), digest_size=8
+    ).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,66 @@
+"""Every environment variable that Kvist reads, each time it is asked for.
+
+Responsible for names, defaults and validation. Knows nothing of what the values are used for. Nothing is read at
+import, so tests and embedding programs may set variables at any time.
+
+    KVIST_MODELS      folder of pulled models; default: <cache>/kvist/models
+    XDG_CACHE_HOME    the user's cache folder; default: ~/.cache
+
+``HF_TOKEN``, ``HF_ENDPOINT`` and their kin are read by huggingface-hub, pip's variables by pip.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvist.errors import ConfigError
+
+
+def models_folder() -> Path:
+    """Return the absolute path of the folder that holds pulled models; it need not exist yet.
+
+    Raises:
+        ConfigError: KVIST_MODELS is empty or names something that is not a folder, XDG_CACHE_HOME is relative, or
+            neither is set and there is no home folder.
+    """
+    value = os.environ.get("KVIST_MODELS")
+    if value is None:
+        return _cache_folder() / "kvist" / "models"
+    if not value.strip():
+        raise ConfigError(
+            "[environment] KVIST_MODELS must name a folder, received an empty value; unset it or give it a path"
+        )
+    folder = _absolute(value, "KVIST_MODELS")
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(
+            f"[environment] KVIST_MODELS must name a folder, received {value!r}, which is a file"
+        )
+    return folder
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """Return the environment for a subprocess: this process's own, with ``changes`` on top."""
+    return {**os.environ, **changes}
+
+
+def _cache_folder() -> Path:
+    value = os.environ.get("XDG_CACHE_HOME")
+    if not value:  # the XDG specification treats empty as unset
+        return _absolute("~/.cache", "HOME")
+    folder = _absolute(value, "XDG_CACHE_HOME")
+    if not Path(value).expanduser().is_absolute():
+        raise ConfigError(
+            f"[environment] XDG_CACHE_HOME must be an absolute path, received {value!r}"
+        )
+    return folder
+
+
+def _absolute(value: str, variable: str) -> Path:
+    try:
+        return Path(value).expanduser().absolute()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"[environment] {variable} needs a home folder to start from and none is known; "
+            "set KVIST_MODELS to an absolute path"
+        ) from error

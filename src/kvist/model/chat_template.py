@@ -1,0 +1,151 @@
+"""Chat messages to the one text that a model was trained on.
+
+Responsible for running a checkpoint's Jinja template, which is untrusted code, in a sandbox and under the conventions
+that template authors rely on. Knows nothing of tokens.
+
+Source: the conventions are those of Hugging Face transformers ("Writing a chat template" in its documentation).
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from kvist.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from jinja2.parser import Parser
+
+
+class ChatTemplate:
+    """One template of one model; immutable.
+
+    Args:
+        source: Jinja source as the checkpoint has it.
+        special_tokens: Texts of the special tokens under the names templates use: ``bos_token``, ``eos_token``, ...
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self.source = source
+        self._special_tokens = dict(special_tokens)
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        # On first use: a model with a broken template still completes plain prompts.
+        try:
+            return _new_environment().from_string(self.source)
+        except jinja2.TemplateError as error:
+            raise RequestError(
+                f"[chat] the model's chat template cannot be read: {error}; send a plain prompt to /v1/completions"
+            ) from error
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
+    ) -> str:  # Any: what a message holds is between the client and the template
+        """Return the text for a conversation.
+
+        Args:
+            messages: Each with ``role`` and ``content``; keys whose value is None count as absent.
+            add_generation_prompt: End with the opening of the assistant's turn.
+
+        Raises:
+            RequestError: The template refused the conversation (its own message is passed on) or failed on it.
+        """
+        template = self._compiled
+        try:
+            return template.render(
+                messages=[_plain(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+        except jinja2.TemplateError as error:
+            raise RequestError(
+                f"[chat] the model's chat template refuses these messages: {error.message or type(error).__name__}",
+                param="messages",
+            ) from error
+        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+            # What a template's own expressions raise on messages of a form its author did not think of.
+            raise RequestError(
+                f"[chat] the model's chat template fails on these messages: {error}; "
+                "check each message's role and content",
+                param="messages",
+            ) from error
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401  # JSON
+    """Return a copy made of plain JSON types only, without None-valued keys of messages.
+
+    The sandbox guards attributes of types it knows; nothing else may reach the template.
+    """
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    raise RequestError(
+        f"[chat] messages must be made of JSON values, received {type(value).__name__}",
+        param="messages",
+    )
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """Take ``{% generation %}...{% endgeneration %}``, which marks the assistant's text for training, as plain text."""
+
+    tags = {"generation"}  # noqa: RUF012  # jinja2's own declaration
+
+    def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _new_environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[jinja2.ext.loopcontrols, _GenerationBlock],
+        autoescape=False,  # prompts are not HTML
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return dt.datetime.now().strftime(pattern)  # noqa: DTZ005  # local time is what authors mean
+
+
+# Jinja's own filter escapes for HTML. Any: JSON.
+def _to_json(
+    value: Any,  # noqa: ANN401
+    ensure_ascii: bool = False,  # noqa: FBT001, FBT002  # authors pass these by position or name
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,  # noqa: FBT001, FBT002
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

@@ -1,0 +1,436 @@
+"""From what the user asked for to what will happen: every number the engine uses, decided once.
+
+Responsible for reading the machine (``detect_hardware``), for turning a configuration, a model and a machine into a
+frozen ``EnginePlan`` (``resolve``), and for saying what a model's memory will be before anything is loaded
+(``memory_estimate``). Allocates nothing and imports no tensor library; ``read_spec`` is
+here for whoever plans without loading.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvist.errors import ConfigError
+from kvist.model.spec_readers import read_spec
+from kvist.spec import GIB, KVSpec, ModelSpec
+
+if TYPE_CHECKING:
+    from kvist.config import EngineConfig
+
+__all__ = [
+    "DTYPE_BYTES",
+    "EnginePlan",
+    "Hardware",
+    "MemoryEstimate",
+    "detect_hardware",
+    "kv_spec_of",
+    "memory_estimate",
+    "read_spec",
+    "resolve",
+    "resolve_dtype",
+]
+
+logger = logging.getLogger(__name__)
+
+DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2}
+"""Bytes of one weight in each compute precision."""
+
+KV_MEMORY_FRACTION = 0.5
+"""Share of the memory left after the weights that KV blocks take by default. The other half is for activations, the
+tokeniser, the page cache of the checkpoint and whatever else runs on the machine."""
+
+MIN_REQUEST_BLOCKS = 4
+"""Blocks that must fit at the very least (fewer when the whole context is shorter): room for a prompt, its output and
+the source of a partial copy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """What this process may use of the machine."""
+
+    cpus: int
+    """Logical CPUs, >= 1: the smaller of the affinity mask and the control group's quota."""
+    available_bytes: int
+    """Memory that can be taken without swapping: the smaller of the system's and the control group's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlan:
+    """What the engine will do. Made by ``resolve`` only; nothing in it is left open and nothing changes it."""
+
+    model: str
+    """The model as the user named it."""
+    vocab_size: int
+    """Token ids are in [0, vocab_size)."""
+    dtype: str
+    """Precision of weights and activations: a key of DTYPE_BYTES."""
+    codec: str
+    """Format of KV blocks: a key of ``spec.CODEC_BITS``."""
+    block_size: int
+    """Tokens per block."""
+    num_blocks: int
+    """Blocks in the pool."""
+    kv_bytes: int
+    """Bytes of the whole pool: num_blocks times the block's bytes."""
+    weight_bytes: int
+    """Bytes of the weights in ``dtype``."""
+    max_context_len: int
+    """Tokens per request at most, prompt and output; never more than the pool holds."""
+    threads: int
+    """CPU threads of the tensor library."""
+    prefix_cache: bool
+    """Whether blocks are shared between requests with equal prefixes."""
+    keep_kv: bool
+    """False: every token recomputes the whole sequence."""
+    schedule: str
+    """Order of waiting requests."""
+    max_batch_tokens: int
+    """Token positions computed in one step at most."""
+    max_running: int
+    """Sequences running at once at most."""
+    max_queue: int
+    """Sequences waiting at most."""
+    reserve_tokens: int
+    """Output tokens reserved at admission for a request without ``max_tokens``."""
+    notes: tuple[str, ...]
+    """What was lowered to fit, and why; empty when nothing was."""
+
+    def one_line(self) -> str:
+        """Return the plan for the log: every decision, no prompt and no path beyond the model's name."""
+        parts = (
+            f"model={self.model}",
+            f"dtype={self.dtype}",
+            f"weights={self.weight_bytes / GIB:.2f}GiB",
+            f"kv={self.codec}",
+            f"kv_memory={self.kv_bytes / GIB:.2f}GiB",
+            f"blocks={self.num_blocks}x{self.block_size}",
+            f"max_context={self.max_context_len}",
+            f"threads={self.threads}",
+            f"prefix_cache={'on' if self.prefix_cache else 'off'}",
+            f"kv_cache={'on' if self.keep_kv else 'off'}",
+            f"schedule={self.schedule}",
+            f"max_batch_tokens={self.max_batch_tokens}",
+            f"max_running={self.max_running}",
+            f"max_queue={self.max_queue}",
+            f"reserve_tokens={self.reserve_tokens}",
+        )
+        notes = "".join(f" ({note})" for note in self.notes)
+        return " ".join(parts) + notes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """What a model's weights and KV cache weigh for a context and a number of requests at once. Plain integers."""
+
+    context: int
+    """Tokens per request, prompt and output."""
+    concurrency: int
+    """Requests at once."""
+    block_size: int
+    """Tokens per block."""
+    token_bytes: int
+    """K and V of one token over all layers; only the KV heads count (GQA)."""
+    blocks_per_request: int
+    """Whole blocks that a request of ``context`` tokens holds."""
+    request_bytes: int
+    """What this engine allocates for one request: every layer keeps all blocks, sliding windows included."""
+    windowed_request_bytes: int
+    """What a request would need if each sliding-window layer kept its window only (whole blocks). Nothing in this
+    version saves that; equal to request_bytes for models without windows."""
+    kv_bytes: int
+    """request_bytes times concurrency."""
+    num_parameters: int
+    """Weights in all; tied embeddings counted once."""
+    weight_bytes: int
+    """Bytes of the weights."""
+    total_bytes: int
+    """Weights and KV."""
+
+    def num_requests_that_fit(self, memory_bytes: int) -> int:
+        """Return how many such requests fit beside the weights in ``memory_bytes``; 0 when not even the weights do."""
+        return max(0, memory_bytes - self.weight_bytes) // self.request_bytes
+
+
+def resolve(config: EngineConfig, spec: ModelSpec, hardware: Hardware) -> EnginePlan:
+    """Decide everything that the configuration left open.
+
+    ``dtype`` auto is float32: without AMX or AVX512-BF16 units a bfloat16 matrix product on a CPU is about six times
+    slower than a float32 one, so half the memory would cost most of the speed. ``kv_cache_dtype`` auto is raw16.
+
+    Without ``memory_gib`` the pool takes ``KV_MEMORY_FRACTION`` of what is available after the weights, but no more
+    than ``max_running`` requests of the full context could hold. A pool smaller than one full context lowers
+    ``max_context_len`` to what it holds and says so in ``notes``, unless the user asked for that context by name.
+
+    Raises:
+        ConfigError: The request for a context, a memory size or a model cannot be met; the message has the numbers.
+    """
+    kv_spec = _kv_spec(spec, config.cache.kv_cache_dtype, config.cache.block_size)
+    dtype = resolve_dtype(config.model.dtype)
+    weight_bytes = spec.num_parameters * DTYPE_BYTES[dtype]
+    context = _requested_context(config, spec)
+    num_blocks = _num_blocks(config, kv_spec, context, weight_bytes, hardware)
+    max_context_len, notes = _fit_context(config, kv_spec, context, num_blocks)
+    keep_kv = config.cache.kv_cache == "on"
+    return EnginePlan(
+        model=config.model.model,
+        vocab_size=spec.vocab_size,
+        dtype=dtype,
+        codec=kv_spec.codec,
+        block_size=kv_spec.block_size,
+        num_blocks=num_blocks,
+        kv_bytes=num_blocks * kv_spec.block_bytes,
+        weight_bytes=weight_bytes,
+        max_context_len=max_context_len,
+        threads=config.model.threads or hardware.cpus,
+        prefix_cache=keep_kv and config.cache.prefix_cache == "on",
+        keep_kv=keep_kv,
+        schedule=config.scheduler.schedule,
+        max_batch_tokens=config.scheduler.max_batch_tokens,
+        max_running=config.scheduler.max_running,
+        max_queue=config.scheduler.max_queue,
+        reserve_tokens=config.scheduler.reserve_tokens,
+        notes=notes,
+    )
+
+
+def memory_estimate(
+    spec: ModelSpec,
+    *,
+    codec: str = "auto",
+    dtype: str = "auto",
+    context: int,
+    concurrency: int,
+    block_size: int,
+) -> MemoryEstimate:
+    """Return what ``concurrency`` requests of ``context`` tokens need, before anything is loaded.
+
+    The figures are what the engine allocates for that many blocks and for the weights.
+
+    Args:
+        spec: The model.
+        codec: As ``--kv-cache-dtype``; auto as in ``resolve``.
+        dtype: As ``--dtype``; auto as in ``resolve``.
+        context: Tokens per request, prompt and output, >= 1.
+        concurrency: Requests at once, >= 1.
+        block_size: Tokens per block, >= 1.
+
+    Raises:
+        ConfigError: A number is below 1, or codec or dtype is unknown.
+    """
+    for name, value in (
+        ("--context", context),
+        ("--concurrency", concurrency),
+        ("--block-size", block_size),
+    ):
+        if value < 1:
+            raise ConfigError(f"[plan] {name} must be at least 1, received {value}")
+    kv_spec = _kv_spec(spec, codec, block_size)
+    blocks = kv_spec.num_blocks_for(context)
+    request_bytes = blocks * kv_spec.block_bytes
+    kv_bytes = request_bytes * concurrency
+    weight_bytes = spec.num_parameters * DTYPE_BYTES[resolve_dtype(dtype)]
+    return MemoryEstimate(
+        context=context,
+        concurrency=concurrency,
+        block_size=block_size,
+        token_bytes=kv_spec.token_bytes,
+        blocks_per_request=blocks,
+        request_bytes=request_bytes,
+        windowed_request_bytes=_windowed_request_bytes(spec, kv_spec, context),
+        kv_bytes=kv_bytes,
+        num_parameters=spec.num_parameters,
+        weight_bytes=weight_bytes,
+        total_bytes=weight_bytes + kv_bytes,
+    )
+
+
+def resolve_dtype(dtype: str) -> str:
+    """Return the compute precision that ``dtype`` (as ``--dtype``) means on a CPU; see ``resolve`` for why.
+
+    Raises:
+        ConfigError: The name is unknown.
+    """
+    resolved = "float32" if dtype == "auto" else dtype
+    if resolved not in DTYPE_BYTES:
+        raise ConfigError(
+            f"[plan] --dtype must be one of auto, {', '.join(DTYPE_BYTES)}, received {dtype!r}"
+        )
+    return resolved
+
+
+def kv_spec_of(plan: EnginePlan, spec: ModelSpec) -> KVSpec:
+    """Return the block shape that the plan decided for this model."""
+    return _kv_spec(spec, plan.codec, plan.block_size)
+
+
+def _kv_spec(spec: ModelSpec, codec: str, block_size: int) -> KVSpec:
+    return KVSpec(
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        block_size=block_size,
+        codec="raw16" if codec == "auto" else codec,
+    )
+
+
+def _requested_context(config: EngineConfig, spec: ModelSpec) -> int:
+    context = config.model.max_context
+    if context is None:
+        return spec.max_context_len
+    if context > spec.max_context_len:
+        raise ConfigError(
+            f"[plan] --max-context {context} is more than the {spec.max_context_len} tokens "
+            f"{config.model.model} was made for; lower it"
+        )
+    return context
+
+
+def _num_blocks(
+    config: EngineConfig, kv_spec: KVSpec, context: int, weight_bytes: int, hardware: Hardware
+) -> int:
+    left = hardware.available_bytes - weight_bytes
+    minimum = min(MIN_REQUEST_BLOCKS, kv_spec.num_blocks_for(context))
+    if config.cache.memory_gib is None:
+        most = config.scheduler.max_running * kv_spec.num_blocks_for(context)
+        num_blocks = min(int(max(0, left) * KV_MEMORY_FRACTION) // kv_spec.block_bytes, most)
+        advice = "free memory, use a smaller model, or set --memory-gib"
+    else:
+        budget = int(config.cache.memory_gib * GIB)
+        if budget > left:
+            raise ConfigError(
+                f"[plan] --memory-gib {config.cache.memory_gib:g} needs {budget:,} bytes beside the weights' "
+                f"{weight_bytes:,}, and {hardware.available_bytes:,} are available; lower it to at most "
+                f"{max(0, left) / GIB:.2f}"
+            )
+        num_blocks = budget // kv_spec.block_bytes
+        advice = "raise --memory-gib"
+    if num_blocks < minimum:
+        raise ConfigError(
+            f"[plan] not even one small request fits: {minimum} blocks of {kv_spec.block_bytes:,} bytes "
+            f"({kv_spec.block_size} tokens) are needed, {num_blocks} fit (weights {weight_bytes:,} bytes, "
+            f"{hardware.available_bytes:,} bytes available); {advice}, or lower --block-size"
+        )
+    return num_blocks
+
+
+def _fit_context(
+    config: EngineConfig, kv_spec: KVSpec, context: int, num_blocks: int
+) -> tuple[int, tuple[str, ...]]:
+    capacity = num_blocks * kv_spec.block_size
+    if capacity >= context:
+        return context, ()
+    needed_gib = kv_spec.num_blocks_for(context) * kv_spec.block_bytes / GIB
+    if config.model.max_context is not None:
+        raise ConfigError(
+            f"[plan] --max-context {context} needs {kv_spec.num_blocks_for(context)} blocks of "
+            f"{kv_spec.block_size} tokens ({needed_gib:.2f} GiB), and {num_blocks} fit; lower --max-context to "
+            f"{capacity} or set --memory-gib to at least {needed_gib:.2f}"
+        )
+    note = (
+        f"max_context lowered from {context} to {capacity}: one full context needs {needed_gib:.2f} GiB "
+        f"of KV memory; raise --memory-gib"
+    )
+    logger.warning("%s", note)
+    return capacity, (note,)
+
+
+def _windowed_request_bytes(spec: ModelSpec, kv_spec: KVSpec, context: int) -> int:
+    layer_block_bytes = kv_spec.block_bytes // kv_spec.num_layers
+    blocks = sum(
+        kv_spec.num_blocks_for(context if layer.window is None else min(context, layer.window))
+        for layer in spec.layers
+    )
+    return blocks * layer_block_bytes
+
+
+def detect_hardware(
+    *, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> Hardware:
+    """Read what this process may use: affinity and quota for CPUs, free memory and the control group's limit.
+
+    Args:
+        proc: Where procfs is mounted.
+        cgroup: Where the control groups (version 1 or 2) are mounted.
+
+    Raises:
+        ConfigError: The system does not say how much memory is available.
+    """
+    affinity = len(os.sched_getaffinity(0))
+    groups = _own_groups(proc, cgroup)
+    quotas = [quota for group in groups if (quota := _cpu_quota(group)) is not None]
+    memories = [free for group in groups if (free := _group_memory(group)) is not None]
+    return Hardware(
+        cpus=max(1, min([affinity, *quotas])),
+        available_bytes=max(0, min([_system_memory(proc), *memories])),
+    )
+
+
+def _own_groups(proc: Path, cgroup: Path) -> list[Path]:
+    """Return the control-group folders of this process and their ancestors; a limit of any of them binds."""
+    lines = _read(proc / "self" / "cgroup").splitlines()
+    # Inside a container the namespace's root is mounted at ``cgroup`` itself, whatever path /proc shows.
+    folders = {cgroup, cgroup / "cpu", cgroup / "memory"}
+    for line in lines:
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        roots = [cgroup / name for name in controllers.split(",")] if controllers else [cgroup]
+        for root in roots:
+            parts = Path(path.lstrip("/")).parts
+            folders.update(root.joinpath(*parts[:depth]) for depth in range(len(parts) + 1))
+    return sorted(folders)
+
+
+def _cpu_quota(group: Path) -> int | None:
+    """Return the whole CPUs the group may use, at least 1; None without a limit."""
+    fields = _read(group / "cpu.max").split()
+    if not fields:
+        fields = [_read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")]
+    try:
+        quota, period = (int(value) for value in fields)
+    except ValueError:  # "max 100000", or no such file
+        return None
+    return max(1, quota // period) if quota > 0 and period > 0 else None
+
+
+def _group_memory(group: Path) -> int | None:
+    """Return the group's limit minus what it cannot give back; None without a limit."""
+    for limit_name, usage_name, file_key in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        limit, usage = _read(group / limit_name).strip(), _read(group / usage_name).strip()
+        if limit.isdecimal() and usage.isdecimal():
+            # Page cache counts as usage although the kernel drops it before it kills anyone.
+            reclaimable = _field(_read(group / "memory.stat"), file_key)
+            return int(limit) - int(usage) + (reclaimable or 0)
+    return None
+
+
+def _system_memory(proc: Path) -> int:
+    kib = _field(_read(proc / "meminfo"), "MemAvailable:")
+    if kib is None:
+        raise ConfigError(
+            f"[plan] expected MemAvailable in {proc / 'meminfo'}, found none; Kvist needs Linux's procfs "
+            f"to know how much memory it may take"
+        )
+    return kib * 1024
+
+
+def _field(text: str, key: str) -> int | None:
+    """Return the integer after ``key`` at the start of a line."""
+    for line in text.splitlines():
+        words = line.split()
+        if len(words) >= 2 and words[0] == key:
+            return int(words[1])
+    return None
+
+
+def _read(path: Path) -> str:
+    """Return the file's text, or nothing when there is no such file or it may not be read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

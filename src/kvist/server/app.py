@@ -1,0 +1,209 @@
+"""The HTTP application: routes, and what each of them checks before the engine hears of a request.
+
+Responsible for the order authentication, size, syntax, meaning, submission. Knows nothing of sockets, processes or
+signals (``run``) and nothing of how the engine works (``ports``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from kvist.errors import EngineError, EngineStopped, UnsupportedParameter
+from kvist.server.auth import Keyring
+from kvist.server.body import check_headers, parse_object, read_body
+from kvist.server.endpoints import Job, prepare_chat, prepare_completion, unknown_model
+from kvist.server.errors import (
+    ClientDisconnected,
+    HttpError,
+    cut,
+    json_response,
+    shorten,
+    to_reply,
+)
+from kvist.server.exchange import Exchange
+from kvist.server.generation import Call, Gate, call_usage, watched
+from kvist.server.stream import EventStream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from starlette.requests import Request
+
+    from kvist.config import ServerConfig
+    from kvist.server.ports import ServedEngine
+
+    Prepare = Callable[[dict[str, Any], ServedEngine, str], Job]  # Any: a JSON document
+
+logger = logging.getLogger(__name__)
+
+CLIENT_CLOSED_REQUEST = 499
+"""Never on the wire: the status of an answer that nobody is left to receive."""
+
+
+def create_app(engine: ServedEngine, config: ServerConfig) -> FastAPI:
+    """Return the ASGI application that serves ``engine``.
+
+    Args:
+        engine: Started, or about to be, by the caller, who also stops it.
+        config: Keys, body limit and served name; host and port are for ``run.serve``.
+
+    Returns:
+        The application; ``app.state.gate`` closes it and aborts what runs.
+
+    Raises:
+        ConfigError: The API keys cannot be used.
+    """
+    # No interactive documentation: its pages load scripts from other hosts.
+    app = FastAPI(
+        title="Kvist", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
+    )
+    app.state.gate = Gate()
+    app.add_middleware(Exchange)
+    app.add_exception_handler(EngineError, _on_error)
+    app.add_exception_handler(HttpError, _on_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(ClientDisconnected, _on_disconnect)
+    routes = _Routes(engine, config, app.state.gate)
+    app.add_route("/v1/completions", routes.completions, methods=["POST"])
+    app.add_route("/v1/chat/completions", routes.chat_completions, methods=["POST"])
+    app.add_route("/v1/models", routes.models, methods=["GET"])
+    # ":path", because the id of a model on the hub holds a slash.
+    app.add_route("/v1/models/{model_id:path}", routes.model, methods=["GET"])
+    app.add_route("/v1/cache/stats", routes.cache_stats, methods=["GET"])
+    app.add_route("/health", routes.health, methods=["GET"])
+    return app
+
+
+class _Routes:
+    """The handlers of one application."""
+
+    def __init__(self, engine: ServedEngine, config: ServerConfig, gate: Gate) -> None:
+        self._engine = engine
+        self._gate = gate
+        self._keyring = Keyring.from_config(config)
+        self._max_body_bytes = int(config.max_body_mib * 2**20)
+        self._model = config.served_name or engine.model_name
+        self._created = int(time.time())
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        return await self._generate(request, prepare_completion)
+
+    async def chat_completions(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        return await self._generate(request, prepare_chat)
+
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models: the one that is served."""
+        self._tenant(request)
+        return json_response({"object": "list", "data": [self._model_json()]})
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/{id}."""
+        self._tenant(request)
+        name = request.path_params["model_id"]
+        if name != self._model:
+            raise unknown_model(name, self._model)
+        return json_response(self._model_json())
+
+    async def cache_stats(self, request: Request) -> Response:
+        """GET /v1/cache/stats: the engine's counters."""
+        self._tenant(request)
+        return json_response(dataclasses.asdict(self._engine.stats()))
+
+    async def health(self, request: Request) -> Response:  # noqa: ARG002  # the framework's signature
+        """GET /health: 200 while requests are taken and worked on; no key needed."""
+        self._gate.check_open()
+        if not self._engine.is_running:
+            raise EngineStopped(
+                "[server] the engine is not running; the server's log has the cause"
+            )
+        return json_response({"status": "ok"})
+
+    async def _generate(self, request: Request, prepare: Prepare) -> Response:
+        received_ns = time.perf_counter_ns()
+        tenant = self._tenant(request)
+        self._gate.check_open()
+        body = await self._body(request)
+        # Parsing and tokenising take milliseconds a megabyte, which other clients' streams need not wait for.
+        job = await asyncio.to_thread(self._prepare, body, prepare)
+        call = Call.submit(
+            self._engine, job, tenant=tenant, gate=self._gate, received_ns=received_ns
+        )
+        if job.is_stream:
+            return EventStream(job, call)
+        async with watched(call, request.receive):
+            await call.run()
+        answer = job.answer.whole(call.outputs, call_usage(call.outputs, call.n))
+        return json_response(answer, headers={"X-Request-Id": job.request_id})
+
+    def _prepare(self, body: bytes, prepare: Prepare) -> Job:
+        return prepare(parse_object(body), self._engine, self._model)
+
+    async def _body(self, request: Request) -> bytes:
+        check_headers(request.headers, self._max_body_bytes)
+        reading = asyncio.ensure_future(read_body(request.receive, self._max_body_bytes))
+        ending = asyncio.ensure_future(self._gate.aborted.wait())
+        try:
+            # A client that sends slowly must not hold up the end of the server.
+            await asyncio.wait({reading, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                return reading.result()
+            raise EngineStopped("[server] the server shut down before the body had arrived")
+        finally:
+            reading.cancel()
+            ending.cancel()
+
+    def _tenant(self, request: Request) -> str:
+        tenant = self._keyring.tenant(request.headers.get("authorization"))
+        for name in request.query_params:
+            raise UnsupportedParameter(
+                f"[request] unknown query parameter {shorten(name)}; parameters belong into the JSON body",
+                param=cut(name),
+                code="unknown_parameter",
+            )
+        return tenant
+
+    def _model_json(self) -> dict[str, Any]:  # Any: JSON
+        return {
+            "id": self._model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "kvist",
+        }
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    reply = to_reply(error)
+    if reply.status == HTTPStatus.INTERNAL_SERVER_ERROR:
+        # The answer points to the log, so the cause must be there.
+        logger.error("[server] %s failed", request.url.path, exc_info=error)
+    return reply.to_response()
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)  # registered for this type
+    method, path = request.method, request.url.path
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
+        message = f"[server] {shorten(path)} does not take {method}; use {allowed}"
+        code = "method_not_allowed"
+    else:
+        message = f"[server] there is nothing at {shorten(path)}; the API is under /v1/, for example /v1/models"
+        code = "not_found"
+    return to_reply(
+        HttpError(error.status_code, message, code=code, headers=error.headers)
+    ).to_response()
+
+
+async def _on_disconnect(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)

@@ -1,0 +1,103 @@
+"""What the server needs of an engine, and nothing more.
+
+Responsible for the shape of the engine, its tokeniser and its plan as the HTTP front end uses them;
+``kvist.engine.async_engine.AsyncEngine`` is the one in production. Knows no implementation, so that the server is
+tested without a model.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvist.engine.detokenizer import TokenText
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+
+    from kvist.types import OutputChunk, SamplingParams
+
+
+class ServedTokenizer(TokenText, Protocol):
+    """Text to token ids and back. Called from worker threads, several at once."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of ``text``."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of ``token_ids``."""
+        ...
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Return the prompt that the model's own chat template makes of ``messages``."""
+        ...
+
+
+class ServedPlan(Protocol):
+    """The part of an engine's plan that requests are checked against."""
+
+    @property
+    def max_context_len(self) -> int:
+        """Tokens of prompt and output together at most."""
+        ...
+
+    @property
+    def max_queue(self) -> int:
+        """Sequences waiting at most."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        ...
+
+
+class ServedStream(Protocol):
+    """The output of one submitted prompt: chunks of all its ``n`` sequences, each ending with a final one."""
+
+    def __aiter__(self) -> AsyncIterator[OutputChunk]:
+        """Iterate once; an engine failure is raised from the iteration."""
+        ...
+
+    def cancel(self) -> None:
+        """Stop and free the blocks at once; idempotent, from any thread."""
+        ...
+
+
+class ServedEngine(Protocol):
+    """An engine that serves one model."""
+
+    @property
+    def model_name(self) -> str:
+        """The name that requests give by default."""
+        ...
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are taken and worked on; False after a failure or a stop."""
+        ...
+
+    @property
+    def tokenizer(self) -> ServedTokenizer:
+        """The model's tokeniser."""
+        ...
+
+    @property
+    def plan(self) -> ServedPlan:
+        """What was resolved at start."""
+        ...
+
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        tenant: str = "",
+        request_id: str | None = None,
+    ) -> ServedStream:
+        """Validate and queue one prompt; raises ``RequestError``, ``EngineOverloaded`` or ``EngineStopped`` at once."""
+        ...
+
+    def stats(self) -> Any:  # noqa: ANN401  # a frozen dataclass that the server only turns into JSON
+        """Return a snapshot of the counters."""
+        ...

@@ -1,0 +1,131 @@
+"""Where K and V live: one slab of blocks, allocated once.
+
+Responsible for the memory of all blocks of one codec, and for writing, copying and viewing it. Does not know which
+blocks are free, shared or whose they are, nor what a prefix is: the cache manager decides that.
+
+Invariants:
+    1. Block ``b`` is bytes ``[b * block_bytes, (b + 1) * block_bytes)`` of the slab, laid out (L, 2, K, P, N)
+       row-major: whole blocks are copied, checksummed, stored and sent as one range.
+    2. The slab is allocated at construction and neither grows nor moves.
+    3. Slots that were never written hold arbitrary bytes; kernels must not read them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvist.codecs import registry
+from kvist.errors import ConfigError
+from kvist.spec import GIB
+
+if TYPE_CHECKING:
+    from kvist.codecs.base import KVCodec
+    from kvist.spec import KVSpec
+
+
+class BlockArena:
+    """The blocks of one codec. Written by the engine's thread only.
+
+    Args:
+        kv_spec: Shape and codec of a block.
+        num_blocks: B, blocks in the slab, >= 1.
+        device: Where the slab is allocated.
+
+    Raises:
+        ConfigError: The memory cannot be had, or the numbers make no slab.
+    """
+
+    def __init__(
+        self, kv_spec: KVSpec, num_blocks: int, device: torch.device | str = "cpu"
+    ) -> None:
+        if num_blocks < 1:
+            raise ConfigError(
+                f"[storage] expected at least 1 KV block, received {num_blocks=}; raise --memory-gib "
+                f"(a block takes {kv_spec.block_bytes:,} bytes)"
+            )
+        codec = registry.get(kv_spec.codec)
+        shape = (
+            num_blocks,
+            kv_spec.num_layers,
+            2,
+            kv_spec.num_kv_heads,
+            kv_spec.block_size,
+            codec.stored_dim(kv_spec.head_dim),
+        )
+        try:
+            slab = torch.empty((num_blocks, kv_spec.block_bytes), dtype=torch.uint8, device=device)
+        except (RuntimeError, MemoryError) as error:
+            raise ConfigError(
+                f"[storage] cannot allocate {num_blocks * kv_spec.block_bytes / GIB:.2f} GiB for "
+                f"{num_blocks} KV blocks of {kv_spec.block_bytes:,} bytes; lower --memory-gib"
+            ) from error
+        self._kv_spec = kv_spec
+        self._codec = codec
+        self._slab = slab
+        self._view = slab.view(codec.dtype).view(shape)
+        # (B, 2, K, P, N) to read and (B, P, 2, K, N) to write, per layer, made once: a view costs microseconds.
+        self._layers = self._view.unbind(1)
+        self._writable = tuple(layer.permute(0, 3, 1, 2, 4) for layer in self._layers)
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        """Shape and codec of a block."""
+        return self._kv_spec
+
+    @property
+    def codec(self) -> KVCodec:
+        """Format of K and V."""
+        return self._codec
+
+    @property
+    def num_blocks(self) -> int:
+        """B, blocks in the slab."""
+        return int(self._slab.shape[0])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the slab."""
+        return self._slab.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        """Where the slab is."""
+        return self._slab.device
+
+    def block_bytes(self, block_id: int) -> torch.Tensor:
+        """Return the (block_bytes,) uint8 view of one block."""
+        return self._slab[block_id]
+
+    def layer(self, layer_index: int) -> torch.Tensor:
+        """Return the (B, 2, K, P, N) view of one layer in the codec's dtype; index 0 of axis 1 is K, 1 is V."""
+        return self._layers[layer_index]
+
+    def write(
+        self, layer_index: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """Encode and store the K and V of one layer.
+
+        Args:
+            layer_index: Layer, [0, L).
+            slots: (T,) int64, ``block_id * P + offset`` each, no slot twice; a row whose slot is -1 is skipped.
+            k: (T, K, D) keys, any float dtype, any strides.
+            v: (T, K, D) values.
+
+        Mutates: The slots' bytes in this layer, and nothing else.
+        """
+        if bool((slots < 0).any()):
+            rows = (slots >= 0).nonzero().squeeze(1)
+            slots, k, v = slots[rows], k[rows], v[rows]
+        block_ids = torch.div(slots, self._kv_spec.block_size, rounding_mode="floor")
+        offsets = slots - block_ids * self._kv_spec.block_size
+        stored = self._codec.encode(torch.stack((k, v), dim=1))
+        self._writable[layer_index].index_put_((block_ids, offsets), stored)
+
+    def copy(self, source: int, target: int, num_tokens: int) -> None:
+        """Copy the first ``num_tokens`` positions of one block into another, K and V of all layers.
+
+        Mutates: The first ``num_tokens`` positions of ``target``; the rest of it keeps its bytes.
+        """
+        self._view[target, ..., :num_tokens, :] = self._view[source, ..., :num_tokens, :]

@@ -1,0 +1,120 @@
+"""``kvist plan``: exact numbers from shapes, configurations and headers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from kvist.cli.main import app
+from kvist.cli.plan import find_spec
+from kvist.errors import ModelLoadError
+from kvist.model.shapes import NAMED_SHAPES
+
+KEYS = {
+    "model", "parameters", "dtype", "kv_cache_dtype", "context", "concurrency", "block_size", "num_layers", "num_heads",
+    "num_kv_heads", "head_dim", "weight_bytes", "kv_bytes_per_token", "kv_bytes_per_request",
+    "kv_bytes_per_request_windowed", "kv_bytes_total", "total_bytes", "memory_bytes", "requests_that_fit", "fits",
+}  # fmt: skip
+
+
+def plan_json(*arguments: str) -> dict[str, object]:
+    result = CliRunner().invoke(app, ["plan", *arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    (line,) = result.stdout.splitlines()
+    return json.loads(line)
+
+
+def test_llama_2_7b_needs_one_gib_a_request():
+    plan = plan_json("--model", "llama-2-7b", "--context", "2048", "--concurrency", "8")
+    assert plan["kv_bytes_per_request"] == 1_073_741_824
+    assert plan["kv_bytes_total"] == 8_589_934_592
+    assert plan["kv_bytes_per_token"] == 524_288
+    assert set(plan) == KEYS
+
+
+def test_the_defaults_are_eight_requests_of_2048_tokens():
+    plan = plan_json("--model", "llama-2-7b")
+    assert (plan["context"], plan["concurrency"]) == (2048, 8)
+
+
+def test_byte_counts_are_integers():
+    plan = plan_json("--model", "llama-2-7b", "--memory-gib", "8.5")
+    assert all(type(plan[key]) is int for key in KEYS if "bytes" in key)
+    assert plan["requests_that_fit"] == 8
+    assert plan["fits"] is True
+
+
+def test_codec_and_dtype_change_the_bytes():
+    small = plan_json("--model", "llama-2-7b", "--dtype", "bfloat16")
+    large = plan_json("--model", "llama-2-7b", "--dtype", "float32", "--kv-cache-dtype", "float32")
+    assert large["weight_bytes"] == 2 * small["weight_bytes"]
+    assert large["kv_bytes_total"] == 2 * small["kv_bytes_total"]
+
+
+def test_grouped_query_attention_is_counted():
+    plan = plan_json("--model", "llama-3-8b")
+    assert plan["kv_bytes_per_token"] == 32 * 2 * 8 * 128 * 2
+
+
+def test_a_context_is_rounded_up_to_blocks():
+    one = plan_json("--model", "llama-2-7b", "--context", "1")
+    assert one["kv_bytes_per_request"] == 64 * 524_288
+
+
+def test_table_shows_the_numbers():
+    result = CliRunner().invoke(app, ["plan", "--model", "llama-2-7b", "--memory-gib", "8"])
+    assert result.exit_code == 0
+    text = " ".join(result.output.split())
+    assert "1,073,741,824" in text
+    assert "8 such requests" in text
+
+
+def test_sliding_windows_are_reported_truthfully():
+    result = CliRunner().invoke(app, ["plan", "--model", "gemma3-1b", "--context", "8192"])
+    assert "this version keeps all positions" in " ".join(result.output.split())
+
+
+def test_a_model_too_large_for_the_machine_is_said_to_be_one(monkeypatch):
+    from kvist.plan import Hardware
+
+    monkeypatch.setattr(
+        "kvist.cli.plan.detect_hardware", lambda: Hardware(cpus=1, available_bytes=1)
+    )
+    result = CliRunner().invoke(app, ["plan", "--model", "llama-2-7b"])
+    assert result.exit_code == 0
+    assert "weights alone need more memory" in result.output
+
+
+@pytest.mark.parametrize("name", sorted(NAMED_SHAPES))
+def test_every_shape_can_be_planned(name):
+    assert plan_json("--model", name)["parameters"] > 0
+
+
+def test_a_folder_with_a_configuration_alone_is_enough(tmp_path):
+    config = {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for name in (tmp_path, tmp_path / "config.json"):
+        assert plan_json("--model", str(name))["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 2
+
+
+def test_the_header_of_a_gguf_file_is_enough(smollm2_path):
+    plan = plan_json("--model", str(smollm2_path))
+    assert plan["kv_bytes_per_token"] == 30 * 2 * 3 * 64 * 2
+    assert plan["parameters"] == plan_json("--model", "smollm2-135m")["parameters"]
+
+
+def test_broken_configuration_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelLoadError, match=r"config\.json"):
+        find_spec(str(tmp_path))
+
+
+def test_an_unknown_name_lists_the_shapes():
+    with pytest.raises(ModelLoadError, match=r"shapes with a name: .*llama-2-7b"):
+        find_spec("llama-9-9b")

@@ -1,0 +1,301 @@
+"""The plan: every number the engine uses, from configuration, model and machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+
+from kvist.config import EngineConfig
+from kvist.errors import ConfigError
+from kvist.plan import (
+    KV_MEMORY_FRACTION,
+    EnginePlan,
+    Hardware,
+    MemoryEstimate,
+    detect_hardware,
+    kv_spec_of,
+    memory_estimate,
+    read_spec,
+    resolve,
+)
+from kvist.spec import GIB, LayerSpec, ModelSpec, RopeSpec
+
+MIB = 1024**2
+
+
+def make_spec(**changes) -> ModelSpec:
+    """Return a small llama-like model: 4 layers, 2 KV heads of 16, context 1,024."""
+    values = {
+        "architecture": "llama",
+        "num_layers": 4,
+        "hidden_size": 64,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 128,
+        "vocab_size": 256,
+        "max_context_len": 1024,
+        "ropes": (RopeSpec(base=10000.0, dim=16),),
+        "has_tied_embeddings": True,
+        "attention_scale": 0.25,
+    }
+    values.update(changes)
+    values.setdefault("layers", (LayerSpec(),) * values["num_layers"])
+    return ModelSpec(**values)
+
+
+LLAMA_2_7B = make_spec(
+    num_layers=32,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+    intermediate_size=11008,
+    vocab_size=32000,
+    max_context_len=4096,
+    has_tied_embeddings=False,
+)
+BLOCK_BYTES = 4 * 2 * 2 * 16 * 2 * 64  # layers, K and V, heads, dims, bytes, tokens of make_spec()
+MACHINE = Hardware(cpus=3, available_bytes=GIB)
+
+
+def plan_of(spec: ModelSpec | None = None, hardware: Hardware = MACHINE, **options) -> EnginePlan:
+    return resolve(EngineConfig.from_options(**options), spec or make_spec(), hardware)
+
+
+class TestResolve:
+    def test_decides_every_field(self):
+        plan = plan_of()
+        assert all(getattr(plan, f.name) is not None for f in dataclasses.fields(plan))
+
+    def test_defaults_on_a_cpu(self):
+        plan = plan_of()
+        assert (plan.dtype, plan.codec, plan.threads) == ("float32", "raw16", 3)
+        assert (plan.prefix_cache, plan.keep_kv, plan.notes) == (True, True, ())
+
+    @pytest.mark.parametrize(
+        ("option", "value", "field"),
+        [
+            ("dtype", "bfloat16", "dtype"),
+            ("kv_cache_dtype", "float32", "codec"),
+            ("threads", 1, "threads"),
+            ("max_context", 512, "max_context_len"),
+            ("block_size", 16, "block_size"),
+            ("max_batch_tokens", 7, "max_batch_tokens"),
+            ("max_running", 5, "max_running"),
+            ("max_queue", 9, "max_queue"),
+            ("reserve_tokens", 11, "reserve_tokens"),
+            ("schedule", "fcfs", "schedule"),
+            ("model", "some-model", "model"),
+        ],
+    )
+    def test_takes_what_the_user_asked_for(self, option, value, field):
+        assert getattr(plan_of(**{option: value}), field) == value
+
+    def test_weights_are_counted_in_the_compute_precision(self):
+        spec = make_spec()
+        assert plan_of(spec).weight_bytes == 4 * spec.num_parameters
+        assert plan_of(spec, dtype="bfloat16").weight_bytes == 2 * spec.num_parameters
+
+    def test_pool_is_no_larger_than_the_running_requests_could_use(self):
+        assert plan_of(max_running=3).num_blocks == 3 * (1024 // 64)
+
+    def test_pool_takes_a_fraction_of_what_the_weights_leave(self):
+        spec = make_spec()
+        hardware = Hardware(cpus=1, available_bytes=4 * spec.num_parameters + 40 * BLOCK_BYTES)
+        assert plan_of(spec, hardware).num_blocks == int(40 * KV_MEMORY_FRACTION)
+
+    def test_memory_option_is_taken_literally(self):
+        plan = plan_of(memory_gib=100 * BLOCK_BYTES / GIB)
+        assert plan.num_blocks == 100
+        assert plan.kv_bytes == 100 * BLOCK_BYTES
+
+    def test_kv_cache_off_shares_nothing(self):
+        plan = plan_of(kv_cache="off")
+        assert (plan.keep_kv, plan.prefix_cache) == (False, False)
+
+    def test_prefix_cache_off_keeps_kv(self):
+        plan = plan_of(prefix_cache="off")
+        assert (plan.keep_kv, plan.prefix_cache) == (True, False)
+
+    def test_context_is_lowered_to_a_small_pool_and_said_so(self, caplog):
+        plan = plan_of(memory_gib=5 * BLOCK_BYTES / GIB)
+        assert plan.max_context_len == 5 * 64
+        assert "lowered from 1024 to 320" in plan.one_line()
+        assert "lowered from 1024 to 320" in caplog.text
+
+    def test_context_asked_for_is_refused_when_the_pool_is_too_small(self):
+        with pytest.raises(ConfigError, match=r"--max-context 1024 needs 16 blocks.* 5 fit.*320"):
+            plan_of(memory_gib=5 * BLOCK_BYTES / GIB, max_context=1024)
+
+    def test_context_beyond_the_model_is_refused(self):
+        with pytest.raises(ConfigError, match=r"--max-context 2000 is more than the 1024"):
+            plan_of(max_context=2000)
+
+    def test_memory_that_is_not_there_is_refused(self):
+        with pytest.raises(ConfigError, match=r"--memory-gib 2 needs 2,147,483,648 bytes"):
+            plan_of(memory_gib=2.0)
+
+    def test_pool_too_small_for_one_request_is_refused(self):
+        with pytest.raises(ConfigError, match=r"4 blocks .* are needed, 3 fit .*--memory-gib"):
+            plan_of(memory_gib=3 * BLOCK_BYTES / GIB)
+
+    def test_machine_too_small_for_the_weights_is_refused(self):
+        with pytest.raises(ConfigError, match=r"not even one small request fits.*1,000 bytes"):
+            plan_of(hardware=Hardware(cpus=1, available_bytes=1000))
+
+    def test_short_context_needs_only_its_own_blocks(self):
+        assert plan_of(memory_gib=1 * BLOCK_BYTES / GIB, max_context=64).num_blocks == 1
+
+    def test_one_line_names_every_decision(self):
+        line = plan_of(model="tiny").one_line()
+        assert "\n" not in line
+        for part in ("model=tiny", "dtype=float32", "kv=raw16", "max_context=1024", "threads=3"):
+            assert part in line
+
+    def test_block_shape_follows_the_plan(self):
+        plan = plan_of(block_size=16, kv_cache_dtype="float32")
+        kv_spec = kv_spec_of(plan, make_spec())
+        assert kv_spec.block_bytes * plan.num_blocks == plan.kv_bytes
+
+
+class TestMemoryEstimate:
+    def estimate(self, spec=LLAMA_2_7B, **changes) -> MemoryEstimate:
+        values = {"context": 2048, "concurrency": 8, "block_size": 64}
+        return memory_estimate(spec, **{**values, **changes})
+
+    def test_llama_2_7b_needs_one_gib_per_request(self):
+        estimate = self.estimate()
+        assert estimate.request_bytes == GIB
+        assert estimate.kv_bytes == 8 * GIB
+        assert estimate.token_bytes == 512 * 1024
+        assert estimate.num_parameters == 6_738_415_616
+        assert self.estimate(dtype="bfloat16").weight_bytes == 2 * 6_738_415_616
+
+    def test_grouped_queries_need_their_kv_heads_only(self):
+        grouped = dataclasses.replace(LLAMA_2_7B, num_kv_heads=8)
+        assert self.estimate(grouped).request_bytes * 4 == self.estimate().request_bytes
+
+    def test_codec_is_counted(self):
+        assert self.estimate(codec="float32").request_bytes == 2 * GIB
+
+    def test_a_begun_block_counts_whole(self):
+        assert self.estimate(context=65).request_bytes == self.estimate(context=128).request_bytes
+        assert self.estimate(context=65).blocks_per_request == 2
+
+    def test_windows_save_nothing_yet_and_it_says_what_they_could(self):
+        layers = (LayerSpec(window=256),) * 24 + (LayerSpec(),) * 8
+        estimate = self.estimate(dataclasses.replace(LLAMA_2_7B, layers=layers))
+        assert estimate.request_bytes == GIB
+        assert estimate.windowed_request_bytes == GIB // 4 + 3 * GIB // 4 // 8
+
+    def test_requests_that_fit_beside_the_weights(self):
+        estimate = self.estimate()
+        assert estimate.num_requests_that_fit(estimate.weight_bytes + 3 * GIB + 5) == 3
+        assert estimate.num_requests_that_fit(1000) == 0
+
+    def test_figures_are_plain_integers(self):
+        figures = json.loads(json.dumps(dataclasses.asdict(self.estimate())))
+        assert all(type(value) is int for value in figures.values())
+
+    def test_total_is_weights_and_kv(self):
+        estimate = self.estimate()
+        assert estimate.total_bytes == estimate.weight_bytes + estimate.kv_bytes
+
+    @pytest.mark.parametrize("name", ["context", "concurrency", "block_size"])
+    def test_refuses_numbers_below_one(self, name):
+        with pytest.raises(ConfigError, match=rf"--{name.replace('_', '-')} must be at least 1"):
+            self.estimate(**{name: 0})
+
+    @pytest.mark.parametrize(("option", "flag"), [("codec", "kv-cache-dtype"), ("dtype", "dtype")])
+    def test_refuses_unknown_formats(self, option, flag):
+        with pytest.raises(ConfigError, match=rf"'int7'|--{flag}"):
+            self.estimate(**{option: "int7"})
+
+    def test_agrees_with_the_plan(self):
+        spec = make_spec()
+        plan = plan_of(spec, memory_gib=32 * BLOCK_BYTES / GIB)
+        estimate = self.estimate(spec, context=1024, concurrency=2)
+        assert (estimate.kv_bytes, estimate.weight_bytes) == (plan.kv_bytes, plan.weight_bytes)
+
+
+class TestDetectHardware:
+    @pytest.fixture
+    def machine(self, tmp_path):
+        """Return a writer of files under a fake /proc and /sys/fs/cgroup, and a reader of the result."""
+
+        class Machine:
+            proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
+
+            def write(self, name, text):
+                path = tmp_path / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+
+            def detect(self):
+                return detect_hardware(proc=self.proc, cgroup=self.cgroup)
+
+        machine = Machine()
+        machine.write("proc/meminfo", "MemTotal: 9000000 kB\nMemAvailable:    4000 kB\n")
+        return machine
+
+    @pytest.fixture(autouse=True)
+    def eight_cpus(self, monkeypatch):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+
+    def test_without_control_groups(self, machine):
+        assert machine.detect() == Hardware(cpus=8, available_bytes=4000 * 1024)
+
+    def test_version_2_limits(self, machine):
+        machine.write("proc/self/cgroup", "0::/a/b\n")
+        machine.write("cgroup/a/b/cpu.max", "250000 100000\n")
+        machine.write("cgroup/a/b/memory.max", "max\n")
+        machine.write("cgroup/a/memory.max", "1000000\n")
+        machine.write("cgroup/a/memory.current", "300000\n")
+        machine.write("cgroup/a/memory.stat", "anon 5\ninactive_file 100000\n")
+        assert machine.detect() == Hardware(cpus=2, available_bytes=800_000)
+
+    def test_version_1_limits(self, machine):
+        machine.write("proc/self/cgroup", "4:memory:/job\n3:cpu,cpuacct:/job\n")
+        machine.write("cgroup/cpu/job/cpu.cfs_quota_us", "50000\n")
+        machine.write("cgroup/cpu/job/cpu.cfs_period_us", "100000\n")
+        machine.write("cgroup/memory/job/memory.limit_in_bytes", "2000000\n")
+        machine.write("cgroup/memory/job/memory.usage_in_bytes", "500000\n")
+        assert machine.detect() == Hardware(cpus=1, available_bytes=1_500_000)
+
+    def test_container_sees_its_limit_at_the_mount(self, machine):
+        machine.write("proc/self/cgroup", "0::/../elsewhere\n")
+        machine.write("cgroup/cpu.max", "300000 100000")
+        assert machine.detect().cpus == 3
+
+    def test_no_limit_is_no_limit(self, machine):
+        machine.write("cgroup/cpu.max", "max 100000\n")
+        machine.write("cgroup/cpu/cpu.cfs_quota_us", "-1\n")
+        machine.write("cgroup/cpu/cpu.cfs_period_us", "100000\n")
+        assert machine.detect().cpus == 8
+
+    def test_limit_already_exceeded_leaves_nothing(self, machine):
+        machine.write("cgroup/memory.max", "1000")
+        machine.write("cgroup/memory.current", "5000")
+        assert machine.detect().available_bytes == 0
+
+    def test_without_procfs_it_says_what_is_missing(self, machine):
+        machine.write("proc/meminfo", "MemTotal: 1 kB\n")
+        with pytest.raises(ConfigError, match="MemAvailable"):
+            machine.detect()
+
+
+@pytest.mark.model
+def test_real_header(smollm2_path):
+    spec = read_spec(smollm2_path)
+    assert (spec.num_layers, spec.num_kv_heads, spec.head_dim) == (30, 3, 64)
+    assert spec.num_parameters == 134_515_008
+
+
+def test_planning_loads_no_tensor_library():
+    code = "import sys, kvist.plan; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
