@@ -6,24 +6,26 @@ request: everything it needs is in the plan. Knows no tensors and no policy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-
-from kvist.types import BlockCopy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvist.types import BlockId, RequestId, SamplingParams, TokenId, TokenLogprobs
 
-__all__ = [
-    "BlockCopy",
-    "SampleSpec",
-    "SampledToken",
-    "ScheduledSequence",
-    "StepPlan",
-    "StepResult",
-]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCopy:
+    """Copy the first positions of one block into another, all layers, before anything is computed.
+
+    Copies run in plan order; a later copy may overwrite the source of an earlier one.
+    """
+
+    source: BlockId
+    target: BlockId
+    num_tokens: int
+    """Leading positions to copy, [1, block_size]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +34,7 @@ class SampleSpec:
 
     params: SamplingParams
     seed: int
-    """Seed of this sequence; the draw depends on it and output_index alone, whatever the batching and preemption."""
+    """Seed of this sequence; the draw depends on it and on output_index alone, so batching changes nothing."""
     output_index: int
     """Index of the output token being chosen, from 0."""
     prompt_token_ids: tuple[TokenId, ...] = ()
@@ -95,4 +97,7 @@ class StepResult:
 
     step_index: int
     samples: Mapping[RequestId, SampledToken]
-    """One entry for each scheduled sequence with ``sample`` set."""
+    """One entry for each scheduled sequence with ``sample`` set, except those in ``failed``."""
+    failed: Mapping[RequestId, str] = field(default_factory=dict)
+    """Sequences whose next token could not be chosen, each with the reason as an error message; the others go on.
+    Their blocks may hold NaN: they must not be published."""
