@@ -9,23 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvist.types import BlockCopy
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvist.types import BlockId, RequestId, SamplingParams, TokenId, TokenLogprobs
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockCopy:
-    """Copy the first positions of one block into another, all layers, before anything is computed.
-
-    Copies run in plan order; a later copy may overwrite the source of an earlier one.
-    """
-
-    source: BlockId
-    target: BlockId
-    num_tokens: int
-    """Leading positions to copy, [1, block_size]."""
+__all__ = [
+    "BlockCopy",
+    "SampleSpec",
+    "SampledToken",
+    "ScheduledSequence",
+    "StepPlan",
+    "StepResult",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +32,7 @@ class SampleSpec:
 
     params: SamplingParams
     seed: int
-    """Seed of this sequence; the draw depends on it and on output_index alone, so batching changes nothing."""
+    """Seed of this sequence; the draw depends on it and output_index alone, whatever the batching and preemption."""
     output_index: int
     """Index of the output token being chosen, from 0."""
     prompt_token_ids: tuple[TokenId, ...] = ()
