@@ -6,7 +6,7 @@ request: everything it needs is in the plan. Knows no tensors and no policy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class SampleSpec:
 
     params: SamplingParams
     seed: int
-    """Seed of this sequence; the draw depends on it and on output_index alone, so batching and preemption change nothing."""
+    """Seed of this sequence; the draw depends on it and on output_index alone, so batching changes nothing."""
     output_index: int
     """Index of the output token being chosen, from 0."""
     prompt_token_ids: tuple[TokenId, ...] = ()
@@ -97,4 +97,7 @@ class StepResult:
 
     step_index: int
     samples: Mapping[RequestId, SampledToken]
-    """One entry for each scheduled sequence with ``sample`` set."""
+    """One entry for each scheduled sequence with ``sample`` set, except those in ``failed``."""
+    failed: Mapping[RequestId, str] = field(default_factory=dict)
+    """Sequences whose next token could not be chosen, each with the reason as an error message; the others go on.
+    Their blocks may hold NaN: they must not be published."""
