@@ -105,7 +105,9 @@ def _conservation(pool: BlockPool, leases: Sequence[PrefixLease]) -> Iterator[st
 def _tree_shape(tree: PrefixTree) -> Iterator[str]:
     parents = [*tree.roots.values(), *tree.nodes()]
     for parent in parents:
-        if parent.keys != sorted(child.tokens for child in parent.ordered):
+        if parent.keys != [child.tokens for child in parent.ordered] or parent.keys != sorted(
+            parent.keys
+        ):
             yield f"keys and children differ below {parent.block!r}"
         full = {child.block_hash: child for child in parent.ordered if child.block_hash is not None}
         if full != parent.children:
@@ -164,6 +166,8 @@ def _lease_paths(leases: Sequence[PrefixLease]) -> Iterator[str]:
                 yield f"block {index} of {lease!r} is not on its path in the tree"
                 break
             node = node.parent
+        if any(end <= lease.num_computed_tokens for end, _ in lease.pending):
+            yield f"{lease!r} is computing what it has computed"
         if (
             lease.open_node is not None
             and lease.open_node.block is not lease.blocks[lease.num_sealed]

@@ -90,7 +90,11 @@ class PrefixLease:
         """Positions whose K and V are in the blocks (those of pending_copy once it has run)."""
         self.is_released = False
         self.pending_copy: BlockCopy | None = None
-        """To be put into the first plan that schedules the request; gone after the first commit."""
+        """To be put into the first plan that schedules the request; gone after the first commit.
+
+        Its source is held until then, or until release: a lease released while a plan is being made must take its copy
+        out of that plan, since the source may be allocated again by the same plan.
+        """
 
         # What follows is the manager's bookkeeping.
         self.blocks: list[Block] = []

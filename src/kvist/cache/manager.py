@@ -477,9 +477,13 @@ class CacheManager:
         """Note what the lease is going to compute of the tokens known so far."""
         size = self.block_size
         for index in range(lease.num_shared, self.num_blocks_for(chain.num_tokens)):
-            key = pending_key(chain, index)
-            self._pending.add(key)
-            lease.pending.append((min((index + 1) * size, chain.num_tokens), key))
+            end = min((index + 1) * size, chain.num_tokens)
+            if (
+                end > lease.num_computed_tokens
+            ):  # a tail that was copied whole is not computed again
+                key = pending_key(chain, index)
+                self._pending.add(key)
+                lease.pending.append((end, key))
 
     def _drop_pending(self, lease: PrefixLease) -> None:
         while lease.pending:
