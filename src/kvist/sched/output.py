@@ -34,7 +34,7 @@ class SampleSpec:
 
     params: SamplingParams
     seed: int
-    """Seed of this sequence; the draw depends on it and on output_index alone, so batching changes nothing."""
+    """Seed of this sequence; the draw depends on it and output_index alone, whatever the batching and preemption."""
     output_index: int
     """Index of the output token being chosen, from 0."""
     prompt_token_ids: tuple[TokenId, ...] = ()

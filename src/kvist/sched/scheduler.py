@@ -529,8 +529,8 @@ class Scheduler:
             raise PromptTooLong(
                 f"[scheduler] prompt and output must fit the KV memory of {self._manager.num_blocks} blocks "
                 f"(block_size={self._manager.block_size}), received {num_prompt} prompt tokens and {output}, "
-                f"which need {self._manager.num_blocks_for(footprint)} blocks; shorten the prompt, lower max_tokens or raise "
-                "--memory-gib",
+                f"which need {self._manager.num_blocks_for(footprint)} blocks; shorten the prompt, lower max_tokens "
+                "or raise --memory-gib",
                 param="prompt",
             )
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from tests.support.sched_trace import Trace
+
 from kvist.sched.output import BlockCopy
 from kvist.types import FinishReason
-from tests.support.sched_trace import Trace
 
 
 def plans_of(trace: Trace) -> list[tuple[tuple[str, int, int, bool], ...]]:
@@ -265,4 +266,42 @@ def test_the_youngest_gives_way_itself_and_goes_on_later() -> None:
     assert trace.records["first"].usage.num_preemptions == 0
     assert trace.records["second"].usage.num_preemptions == 1
     assert [len(plan.sequences) for plan in trace.plans][:5] == [2, 2, 2, 1, 1]
+    trace.check_answers()
+
+
+def test_a_victim_that_is_in_the_plan_already_leaves_it_and_its_budget_serves_others() -> None:
+    """Without a KV cache, the last position of `young` is planned before `old` grows past what it reserved."""
+    trace = Trace(
+        num_blocks=5,
+        block_size=1,
+        max_batch_tokens=4,
+        reserve_tokens=1,
+        max_context_len=5,
+        keep_kv=False,
+    )
+    trace.add("old", (1,), eos=frozenset())
+    trace.add("mid", (2,), eos=frozenset())
+    trace.add("young", (3, 4, 5), max_tokens=1)
+    trace.step()
+    trace.step()
+    assert plans_of(trace) == [
+        (("old", 0, 1, True), ("mid", 0, 1, True), ("young", 0, 2, False)),
+        (("old", 0, 2, True), ("mid", 0, 2, True)),
+    ]
+    trace.drain()
+    trace.check_answers()
+
+
+def test_a_preempted_request_resumes_before_an_older_one_that_never_ran() -> None:
+    trace = Trace(block_size=4, max_running=2)
+    trace.add("first", range(1, 10), max_tokens=4, ignore_eos=True)
+    trace.add("deferred", range(1, 10), max_tokens=4, ignore_eos=True)
+    trace.add("third", (20, 21), max_tokens=4, ignore_eos=True)
+    trace.step(before_apply=lambda: trace.scheduler.preempt("third"))
+    trace.step()
+    assert plans_of(trace) == [
+        (("first", 0, 9, True), ("third", 0, 2, True)),
+        (("first", 9, 1, True), ("third", 0, 2, True)),
+    ]
+    trace.drain()
     trace.check_answers()

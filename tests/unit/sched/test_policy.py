@@ -3,11 +3,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from tests.unit.sched.test_request import make_request
 
 from kvist.config import SchedulerConfig
 from kvist.errors import ConfigError
 from kvist.sched import policy
-from tests.unit.sched.test_request import make_request
 
 
 def test_fcfs_orders_by_arrival() -> None:

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
 import pytest
+from tests.unit.sched.test_request import make_request
 
 from kvist.sched.queue import WaitingQueue
-from kvist.sched.request import Request
 from kvist.types import RequestId
-from tests.unit.sched.test_request import make_request
+
+if TYPE_CHECKING:
+    from kvist.sched.request import Request
 
 
 def queued(name: str) -> Request:

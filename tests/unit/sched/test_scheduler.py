@@ -4,6 +4,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.sched_trace import Trace, WrongContents, unshared_answer
 
 from kvist.errors import (
     ConfigError,
@@ -17,7 +18,6 @@ from kvist.sched.policy import Fcfs
 from kvist.sched.request import RequestStatus
 from kvist.sched.scheduler import Scheduler
 from kvist.types import FinishReason, TokenId
-from tests.support.sched_trace import Trace, WrongContents, unshared_answer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
