@@ -21,10 +21,14 @@ from kvist.kernels.parts import PartKind, cut
 
 if TYPE_CHECKING:
     from kvist.kernels.batch import AttentionBatch
-    from kvist.kernels.parts import Part
+    from kvist.kernels.parts import Part, Piece
 
 # The public scaled_dot_product_attention calls this operator on the CPU but drops the log-sum-exp that merging needs.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
+
+GATHERED_BYTES = 1_280_000
+"""Float32 K and V gathered at once for few rows. Of one layer of SmolLM2 that is 13 blocks of 64; on a Zen 3 core with
+512 KiB of L2, decode at 6,000 took 4.3 ms in pieces of 16 blocks, 5.7 in pieces of 8 and 6.1 at once."""
 
 
 def attention(
@@ -43,52 +47,64 @@ def attention(
     """
     if kv.device.type != "cpu":
         raise KernelUnavailable(f"[torch_sdpa] expected K and V on the cpu, received {kv.device}")
-    num_heads, head_dim = q.shape[1:]
     queries = q.to(torch.float32)
     output = torch.empty_like(queries, memory_format=torch.contiguous_format)
     log_sums = torch.empty(q.shape[:2])
-    for part in cut(batch, window):
-        keys, values = _gather(kv, part)
+    max_gathered = max(1, GATHERED_BYTES // (2 * 4 * kv.shape[2] * kv.shape[4]))
+    for part in cut(batch, window, max_gathered):
         rows = queries[part.rows]
-        if softcap is not None:
-            attended, part_sums = _attend_capped(rows, keys, values, part, scale, softcap)
-        elif part.kind is PartKind.FULL:
-            attended, part_sums = _attend_full(rows, keys, values, scale)
-        else:
-            stacked = rows.view(part.num_sequences, -1, num_heads, head_dim).transpose(1, 2)
-            attended, part_sums = _flash(
-                stacked,
-                keys,
-                values,
-                is_causal=part.kind is PartKind.CAUSAL,
-                attn_mask=part.mask,
-                scale=scale,
-            )
-            attended = attended.transpose(1, 2).flatten(0, 1)
-            part_sums = part_sums.transpose(1, 2).flatten(0, 1)
-        if part.is_first:
-            output[part.rows] = attended
-            log_sums[part.rows] = part_sums
-        else:
-            earlier_sums = log_sums[part.rows]
-            weights = torch.sigmoid(part_sums - earlier_sums)
-            output[part.rows] = torch.lerp(output[part.rows], attended, weights[..., None])
-            log_sums[part.rows] = torch.logaddexp(earlier_sums, part_sums)
+        states = [] if part.is_first else [(output[part.rows], log_sums[part.rows])]
+        for piece in part.pieces:
+            keys, values = _gather(kv, part, piece)
+            if softcap is not None:
+                states.append(_attend_capped(rows, keys, values, part, scale, softcap))
+            elif part.kind is PartKind.FULL and len(rows) > 1:
+                states.append(_attend_full(rows, keys, values, scale))
+            else:
+                states.append(_attend(rows, keys, values, part, scale))
+        output[part.rows], log_sums[part.rows] = _merge(states)
     return output.to(q.dtype)
 
 
-def _gather(kv: torch.Tensor, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the part's keys and values, (num_sequences, K, keys, D) float32 each."""
+def _merge(states: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the softmax state (outputs (R, H, D), log-sums (R, H)) over the keys of all states together."""
+    if len(states) == 1:
+        return states[0]
+    log_sums = torch.stack([sums for _, sums in states])
+    total = log_sums.logsumexp(dim=0)
+    weights = torch.exp(log_sums - total)[..., None]
+    merged = states[0][0] * weights[0]
+    for (attended, _), weight in zip(states[1:], weights[1:], strict=True):
+        merged.addcmul_(attended, weight)
+    return merged, total
+
+
+def _gather(kv: torch.Tensor, part: Part, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the piece's keys and values, (num_sequences, K, keys, D) float32 each."""
     _, _, num_kv_heads, block_size, head_dim = kv.shape
-    blocks = kv.index_select(0, part.table)
+    blocks = kv.index_select(0, piece.table)
     blocks = blocks.view(part.num_sequences, -1, 2, num_kv_heads, block_size, head_dim)
     blocks = blocks.permute(2, 3, 0, 1, 4, 5)
     # One pass converts and transposes; .to(float32) would keep the strides and need a second.
     widened = torch.empty(blocks.shape).copy_(blocks)
     if part.unwritten is not None:
         widened.view(2, num_kv_heads, -1, head_dim).index_fill_(2, part.unwritten, 0.0)
-    keys, values = widened.flatten(3, 4).transpose(1, 2)[..., part.keys, :]
+    keys, values = widened.flatten(3, 4).transpose(1, 2)[..., piece.keys, :]
     return keys, values
+
+
+def _attend(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: Part, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return outputs (R, H, D) and log-sums (R, H) of a part of any kind."""
+    num_rows, num_heads, head_dim = queries.shape
+    stacked = queries.view(part.num_sequences, -1, num_heads, head_dim).transpose(1, 2)
+    is_causal = part.kind is PartKind.CAUSAL
+    attended, log_sums = _flash(
+        stacked, keys, values, is_causal=is_causal, attn_mask=part.mask, scale=scale
+    )
+    attended = attended.transpose(1, 2).reshape(queries.shape)
+    return attended, log_sums.transpose(1, 2).reshape(num_rows, num_heads)
 
 
 def _attend_full(

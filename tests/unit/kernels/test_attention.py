@@ -11,7 +11,7 @@ from tests.support.batches import Case, Heads, make_case
 
 from kvist.errors import KernelUnavailable
 from kvist.kernels import dispatch, torch_sdpa
-from kvist.kernels.parts import PartKind, cut
+from kvist.kernels.parts import Part, PartKind, cut
 
 # Largest |difference| allowed for inputs of unit variance: sums of a few hundred products in float32.
 TOLERANCE = 2e-6
@@ -49,6 +49,10 @@ def independent(case: Case, window: int | None, softcap: float | None) -> np.nda
                     weight * value for weight, (_, value) in zip(weights, pairs, strict=True)
                 )
     return output
+
+
+def num_blocks(part: Part) -> int:
+    return sum(piece.table.numel() for piece in part.pieces)
 
 
 def run(
@@ -136,8 +140,8 @@ def test_shared_prefixes_of_decoding_and_computing_sequences(name: str) -> None:
     )
     for window, softcap in ((None, None), (300, None), (None, 5.0)):
         assert_agrees(name, case, window, softcap)
-    shared = [part for part in cut(case.batch, None) if not isinstance(part.rows, slice)]
-    assert [part.table.numel() for part in shared if part.kind is PartKind.FULL] == [38]
+    shared = [part for part in cut(case.batch, None, 1024) if not isinstance(part.rows, slice)]
+    assert [num_blocks(part) for part in shared if part.kind is PartKind.FULL] == [38]
 
 
 @pytest.mark.parametrize("name", FAST)
@@ -148,9 +152,21 @@ def test_shared_prefixes_form_a_tree(name: str) -> None:
     case = make_case(lengths, SMALL, block_size=16, shared=[shared[0], *shared[1:]], seed=4)
     # make_case shares from block 0 on: give the second pair the trunk of the first again.
     assert_agrees(name, case)
-    full = [part.table.numel() for part in cut(case.batch, None) if part.kind is PartKind.FULL]
+    full = [num_blocks(part) for part in cut(case.batch, None, 1024) if part.kind is PartKind.FULL]
     assert full[0] == 40
     assert 40 in full[1:]
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_long_contexts_are_gathered_in_pieces(
+    monkeypatch: pytest.MonkeyPatch, softcap: float | None
+) -> None:
+    monkeypatch.setattr(torch_sdpa, "GATHERED_BYTES", 8 * 2 * 16 * 40)
+    lengths = [(700, 1), (47, 1), (48, 1), (49, 1), (650, 3), (300, 30), (640, 1), (5, 1)]
+    case = make_case(lengths, SMALL, block_size=16, shared=[(0, 4, 6, 37)])
+    for window in (None, 200):
+        assert_agrees("torch", case, window, softcap)
+    assert max(len(part.pieces) for part in cut(case.batch, None, 40)) == 8
 
 
 @pytest.mark.parametrize("name", FAST)
@@ -231,16 +247,16 @@ def test_any_batch_agrees(name: str, data: st.DataObject) -> None:
 def test_padding_and_sharing_stay_within_their_bounds() -> None:
     """Sixteen sequences of one length need one part; one long sequence does not make short ones gather padding."""
     even = make_case([(100 + i, 1) for i in range(16)], SMALL, block_size=16)
-    assert len(cut(even.batch, None)) == 1
+    assert len(cut(even.batch, None, 8192)) == 1
     uneven = make_case([(5000, 1), *[(40, 1)] * 8], SMALL, block_size=16)
-    assert [part.num_sequences for part in cut(uneven.batch, None)] == [1, 8]
+    assert [part.num_sequences for part in cut(uneven.batch, None, 8192)] == [1, 8]
 
 
 def test_parts_are_cut_once_per_step_and_window() -> None:
     case = make_case([(100, 1), (0, 8)], SMALL, block_size=16)
-    assert cut(case.batch, None) is cut(case.batch, None)
-    assert cut(case.batch, 5000) is cut(case.batch, None)
-    assert cut(case.batch, 5) is not cut(case.batch, None)
+    assert cut(case.batch, None, 1024) is cut(case.batch, None, 1024)
+    assert cut(case.batch, 5000, 1024) is cut(case.batch, None, 1024)
+    assert cut(case.batch, 5, 1024) is not cut(case.batch, None, 1024)
 
 
 def test_unknown_implementations_are_refused_by_name() -> None:
