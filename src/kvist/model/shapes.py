@@ -33,7 +33,6 @@ def _model(
     rope_base: float,
     head_dim: int = 0,
     tied: bool = False,
-    norm_eps: float = 1e-6,
 ) -> ModelSpec:
     """Return a specification; ``sizes`` are those of ``_Sizes``, ``head_dim`` 0 means hidden size / heads."""
     named = _Sizes(*sizes)
@@ -45,7 +44,7 @@ def _model(
         max_context_len=context,
         ropes=(RopeSpec(base=rope_base, dim=head_dim),),
         layers=(LayerSpec(),) * named.num_layers,
-        norm_eps=norm_eps,
+        norm_eps=1e-5 if architecture in ("llama", "mistral") else 1e-6,
         has_qkv_bias=architecture == "qwen2",
         has_qk_norm=architecture == "qwen3",
         has_tied_embeddings=tied,
@@ -89,17 +88,29 @@ def _gemma3(spec: ModelSpec, *, window: int, global_factor: float = 1.0) -> Mode
 NAMED_SHAPES: dict[str, ModelSpec] = {
     # meta-llama/Llama-2-*
     "llama-2-7b": _model(
-        "llama", (32, 4096, 32, 32, 11008, 32000), context=4096, rope_base=1e4, norm_eps=1e-5
+        "llama",
+        (32, 4096, 32, 32, 11008, 32000),
+        context=4096,
+        rope_base=1e4,
     ),
     "llama-2-13b": _model(
-        "llama", (40, 5120, 40, 40, 13824, 32000), context=4096, rope_base=1e4, norm_eps=1e-5
+        "llama",
+        (40, 5120, 40, 40, 13824, 32000),
+        context=4096,
+        rope_base=1e4,
     ),
     "llama-2-70b": _model(
-        "llama", (80, 8192, 64, 8, 28672, 32000), context=4096, rope_base=1e4, norm_eps=1e-5
+        "llama",
+        (80, 8192, 64, 8, 28672, 32000),
+        context=4096,
+        rope_base=1e4,
     ),
     # meta-llama/Meta-Llama-3-8B, meta-llama/Llama-3.2-*
     "llama-3-8b": _model(
-        "llama", (32, 4096, 32, 8, 14336, 128256), context=8192, rope_base=5e5, norm_eps=1e-5
+        "llama",
+        (32, 4096, 32, 8, 14336, 128256),
+        context=8192,
+        rope_base=5e5,
     ),
     "llama-3.2-1b": _with_llama3_scaling(
         _model(
@@ -108,7 +119,6 @@ NAMED_SHAPES: dict[str, ModelSpec] = {
             context=131072,
             rope_base=5e5,
             tied=True,
-            norm_eps=1e-5,
         ),
         factor=32.0,
     ),
@@ -119,13 +129,15 @@ NAMED_SHAPES: dict[str, ModelSpec] = {
             context=131072,
             rope_base=5e5,
             tied=True,
-            norm_eps=1e-5,
         ),
         factor=32.0,
     ),
     # mistralai/Mistral-7B-v0.3, which has no sliding window
     "mistral-7b": _model(
-        "mistral", (32, 4096, 32, 8, 14336, 32768), context=32768, rope_base=1e6, norm_eps=1e-5
+        "mistral",
+        (32, 4096, 32, 8, 14336, 32768),
+        context=32768,
+        rope_base=1e6,
     ),
     # Qwen/Qwen2.5-*
     "qwen2.5-0.5b": _model(
@@ -160,7 +172,11 @@ NAMED_SHAPES: dict[str, ModelSpec] = {
     ),
     # HuggingFaceTB/SmolLM2-*
     "smollm2-135m": _model(
-        "llama", (30, 576, 9, 3, 1536, 49152), context=8192, rope_base=1e5, tied=True, norm_eps=1e-5
+        "llama",
+        (30, 576, 9, 3, 1536, 49152),
+        context=8192,
+        rope_base=1e5,
+        tied=True,
     ),
     "smollm2-360m": _model(
         "llama",
@@ -168,7 +184,6 @@ NAMED_SHAPES: dict[str, ModelSpec] = {
         context=8192,
         rope_base=1e5,
         tied=True,
-        norm_eps=1e-5,
     ),
     "smollm2-1.7b": _model(
         "llama",
@@ -176,7 +191,6 @@ NAMED_SHAPES: dict[str, ModelSpec] = {
         context=8192,
         rope_base=1.3e5,
         tied=True,
-        norm_eps=1e-5,
     ),
     # google/gemma-3-*-it; of the 4B the text decoder alone
     "gemma3-270m": _gemma3(
