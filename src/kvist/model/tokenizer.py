@@ -6,8 +6,9 @@ tensor library. Text in messages and errors never includes prompts.
 Invariants:
     1. ``decode`` joins the bytes of the tokens and reads them as UTF-8; what is not UTF-8 becomes U+FFFD, as Python's
        "replace" has it. No spaces are "cleaned up".
-    2. Unless the checkpoint normalises its input, ``decode(encode(text))`` is ``text`` for every text without control
-       tokens.
+    2. Unless the checkpoint normalises its input, ``decode(encode(text))`` is ``text`` for every text in which no token
+       is matched whole and whose bytes the vocabulary has; bytes it lacks are dropped, as by the model's own tokeniser
+       (SmolLM2 lacks six control characters).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvist.errors import ModelLoadError, RequestError
 from kvist.model.chat_template import ChatTemplate
-from kvist.model.chunk_cache import ChunkCache, can_cut, has_prefix
+from kvist.model.chunk_cache import ChunkCache, cutting_of
 from kvist.model.folder_tokenizer import vocabulary_from_folder
 from kvist.model.gguf_file import read_gguf
 from kvist.model.gguf_tokenizer import vocabulary_from_gguf
@@ -60,16 +61,13 @@ class Tokenizer:
         self._backend = vocabulary.backend
         self._lock = threading.Lock()
         """Held while the backend is in the mode that ``parse_special`` asks for."""
+        cutting = cutting_of(vocabulary.backend)
         self._caches = (
-            {
-                parse_special: ChunkCache(
-                    self._encode_whole, has_prefix=has_prefix(vocabulary.backend)
-                )
-                for parse_special in (True, False)
-            }
-            if can_cut(vocabulary.backend)
-            else None
+            None
+            if cutting is None
+            else {mode: ChunkCache(self._encode_whole, cutting) for mode in (True, False)}
         )
+        """By ``parse_special``; None where texts cannot be cut for certain."""
         self._before, self._behind = _text_borders(vocabulary.backend)
         self._bytes: list[bytes | None] = [None] * vocabulary.size
         self.vocab_size = vocabulary.size
