@@ -115,9 +115,8 @@ def test_token_for_token(reference, answers, index):
     assert list(result.token_ids) == expected
 
 
-@pytest.mark.parametrize("index", [1, 12])
-def test_same_as_the_generation_loop(reference, answers, index):
-    result = answers[index]
+def test_same_as_the_generation_loop(reference, answers):
+    result = answers[1]
     assert list(result.token_ids) == generated(reference, result.prompt_token_ids)
 
 
