@@ -10,6 +10,18 @@ import pytest
 from kvist.errors import ModelLoadError
 
 
+def pytest_configure() -> None:
+    """Give each xdist worker one CPU of its own.
+
+    An engine takes as many threads as it has CPUs. Two workers with two threads each on two CPUs spend most of their
+    time waiting at each other's barriers.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if worker.startswith("gw") and hasattr(os, "sched_setaffinity"):
+        cpus = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cpus[int(worker[2:]) % len(cpus)]})
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """Return the GGUF file of the embedded default model; skip when it has not been pulled."""
