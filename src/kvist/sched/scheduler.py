@@ -106,6 +106,7 @@ class _Step:
     paused: set[Request] = field(default_factory=set)
     """Running requests that cannot have a block now."""
     has_failed_allocation: bool = False
+    has_preempted: bool = False
 
     def schedule(self, request: Request, num_tokens: int) -> None:
         self.num_scheduled[request] = self.num_scheduled.get(request, 0) + num_tokens
@@ -377,8 +378,11 @@ class Scheduler:
             )
         started_ns = self._clock()
         step = _Step(budget=self._max_batch_tokens)
+        self._wake_parked()
+        self._reorder_stale()
         self._plan_next_tokens(step)
         self._plan_prompts_begun(step)
+        self._retry_paused(step)
         self._plan_admissions(step)
         self._plan_rest(step)
         self._num_pauses += len(step.paused)
@@ -408,6 +412,14 @@ class Scheduler:
             num_tokens = min(request.num_uncomputed_tokens, share)
             if num_tokens and self._compute(request, num_tokens, step):
                 budget -= num_tokens
+
+    def _retry_paused(self, step: _Step) -> None:
+        # Others may have given way since: alone at last, the oldest must not pause in an empty plan.
+        if not step.has_preempted:
+            return
+        for request in sorted(step.paused, key=_by_arrival):
+            step.paused.discard(request)
+            self._compute(request, min(request.num_uncomputed_tokens, step.budget), step)
 
     def _plan_rest(self, step: _Step) -> None:
         for request in self._running.copy():
@@ -445,6 +457,7 @@ class Scheduler:
             # The victim may be in this plan already; its copies stay there (inv. 4), its positions do not.
             step.drop(victim)
             step.paused.discard(victim)
+            step.has_preempted = True
             self._preempt(victim)
             if victim is request:
                 return False
@@ -468,10 +481,6 @@ class Scheduler:
         requests are asked anew in each plan, one for each such block, instead of waiting for a signal from the computing
         request: no way of losing that one (abort, preemption, eviction of its blocks) can leave anybody waiting for ever.
         """
-        if not len(self._queue):
-            return
-        self._wake_parked()
-        self._reorder_stale()
         if not self._running:
             self._is_batch_open = True
         if self._can_admit(step):
