@@ -418,6 +418,8 @@ class Scheduler:
         if not step.has_preempted:
             return
         for request in sorted(step.paused, key=_by_arrival):
+            if step.budget == 0:
+                return
             step.paused.discard(request)
             self._compute(request, min(request.num_uncomputed_tokens, step.budget), step)
 

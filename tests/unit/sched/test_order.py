@@ -156,6 +156,15 @@ def test_a_static_batch_is_as_large_as_the_memory_whatever_a_step_holds() -> Non
     trace.check_answers()
 
 
+def test_a_static_batch_of_more_requests_than_a_step_holds_goes_on_oldest_first() -> None:
+    trace = Trace(policy="static", max_batch_tokens=2)
+    for name in "abc":
+        trace.add(name, (ord(name),), max_tokens=3, ignore_eos=True)
+    trace.drain()
+    assert ["".join(s[0] for s in plan) for plan in plans_of(trace)] == ["ab", "ab", "ab", "c", "c", "c"]
+    trace.check_answers()
+
+
 def test_a_static_batch_stays_open_for_those_whose_prefix_it_computes() -> None:
     trace = Trace(policy="static", max_batch_tokens=8, block_size=4)
     for index in range(3):
@@ -208,6 +217,8 @@ def test_a_warm_request_is_a_short_one() -> None:
     trace.add("warm", (*range(1, 21), 50, 51), max_tokens=1)
     trace.step()
     assert plans_of(trace)[-1] == (("long", 8, 6, False), ("warm", 20, 2, True))
+    trace.drain()
+    trace.check_answers()
 
 
 def test_short_requests_start_beside_a_long_one_in_the_very_step_in_which_all_arrive() -> None:
@@ -264,6 +275,8 @@ def test_a_long_request_overtaken_often_enough_starts_beside_the_first() -> None
         (("long", 8, 4, False), ("short", 0, 4, True)),
         (("long", 12, 4, False), ("other", 0, 2, False), ("late", 0, 2, True)),
     ]
+    trace.drain()
+    trace.check_answers()
 
 
 @pytest.mark.parametrize("max_batch_tokens", [1, 2, 3])
@@ -319,6 +332,8 @@ def test_looks_at_a_bounded_number_of_requests_that_do_not_fit() -> None:
     before = trace.scheduler.stats().num_lookups
     trace.step()
     assert trace.scheduler.stats().num_lookups - before == 8
+    trace.drain()
+    trace.check_answers()
 
 
 # --- deferral
