@@ -95,6 +95,7 @@ def assemble(
         reserve_tokens=plan.reserve_tokens,
         policy=policy.get(plan.schedule),
         keep_kv=plan.keep_kv,
+        max_overtakes=plan.max_overtakes,
     )
     arena = BlockArena(planning.kv_spec_of(plan, decoder.spec), plan.num_blocks)
     return EngineCore(
