@@ -52,8 +52,8 @@ logger = logging.getLogger(__name__)
 
 IDLE_CHECK_S = 1.0
 """Quiet time after work before the conservation law is checked: never between two requests in quick succession."""
-JOIN_S = 10.0
-"""How long ``close`` waits for the step in progress to end."""
+JOIN_S = 3.0
+"""How long ``close`` waits for the step in progress to end: a server has 5 s in all to go after SIGTERM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +225,7 @@ class AsyncEngine:
     def close(self, drain_s: float = 0.0) -> None:
         """Stop taking requests, let running ones go on for a while, abort the rest, and end the thread. Idempotent.
 
-        Blocks for at most ``drain_s`` plus the step in progress.
+        Blocks for at most ``drain_s`` plus the step in progress, and ``JOIN_S`` for that; a longer step ends by itself.
 
         Args:
             drain_s: Seconds that requests already submitted may go on; 0 aborts at once. A later call can shorten
@@ -246,7 +246,7 @@ class AsyncEngine:
         thread.join(timeout=drain_s + JOIN_S)
         if thread.is_alive():
             logger.error(
-                "[engine] the step in progress did not end within %.0f s; leaving it", JOIN_S
+                "[engine] the step in progress did not end within %.1f s; leaving it", JOIN_S
             )
 
     async def stop(self, drain_s: float = 0.0) -> None:
