@@ -11,6 +11,7 @@ nothing about requests, tensors or HTTP libraries.
         InvalidSamplingParams  a sampling value is out of its range     -> HTTP 400
         UnsupportedParameter   a parameter Kvist does not implement     -> HTTP 400
       EngineOverloaded       the queue is full                          -> HTTP 429
+      DeadlineExceeded       the request's own time ran out           -> HTTP 504
       EngineStopped          the engine has been shut down              -> HTTP 503
       CacheCorruption        a stored block failed verification
       KernelUnavailable      a forced implementation cannot run here
@@ -81,6 +82,10 @@ class EngineOverloaded(EngineError):
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class DeadlineExceeded(EngineError):
+    """The time that the request gave itself ran out before it had any output."""
 
 
 class EngineStopped(EngineError):

@@ -97,6 +97,7 @@ def assemble(
         reserve_tokens=plan.reserve_tokens,
         policy=policy.get(plan.schedule),
         keep_kv=plan.keep_kv,
+        max_overtakes=plan.max_overtakes,
     )
     return EngineCore(
         namespace=Namespace(model=fingerprint, layout=f"{plan.dtype}/{plan.codec}"),
