@@ -14,6 +14,12 @@ from typing import Any
 
 from kvist.errors import ConfigError
 from kvist.spec import CODEC_BITS
+from kvist.typecheck import mismatch
+
+MAX_THREADS = 1024
+"""More than any machine has CPUs for one process; a tensor library that cannot start its threads ends the process."""
+MAX_GIB = 2.0**30
+"""An exbibyte: above it a number of bytes is a slip, and no memory."""
 
 
 # Any: the declared type of the field is the real one.
@@ -90,6 +96,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for group in (self.model, self.cache, self.scheduler):
             check_choices(group)
+            _check_types(group)
         _check_at_least(self.cache.block_size, 1, "--block-size")
         _check_at_least(self.scheduler.max_batch_tokens, 1, "--max-batch-tokens")
         _check_at_least(self.scheduler.max_running, 1, "--max-running")
@@ -100,10 +107,11 @@ class EngineConfig:
             _check_at_least(self.model.max_context, 2, "--max-context")
         if self.model.threads is not None:
             _check_at_least(self.model.threads, 1, "--threads")
-        if self.cache.memory_gib is not None and not 0.0 < self.cache.memory_gib < float("inf"):
-            msg = (
-                f"[config] --memory-gib must be a positive number, received {self.cache.memory_gib}"
-            )
+            if self.model.threads > MAX_THREADS:
+                msg = f"[config] --threads must be at most {MAX_THREADS}, received {self.model.threads}"
+                raise ConfigError(msg)
+        if self.cache.memory_gib is not None and not 0.0 < self.cache.memory_gib <= MAX_GIB:
+            msg = f"[config] --memory-gib must be in (0, {MAX_GIB:g}], received {self.cache.memory_gib}"
             raise ConfigError(msg)
 
     @classmethod
@@ -156,6 +164,7 @@ class ServerConfig:
     )
 
     def __post_init__(self) -> None:
+        _check_types(self)
         if not 0 <= self.port <= 65535:
             msg = f"[config] --port must be in [0, 65535], received {self.port}"
             raise ConfigError(msg)
@@ -165,6 +174,13 @@ class ServerConfig:
         if not 0.0 <= self.drain_s < float("inf"):
             msg = f"[config] --drain-s must be a number of seconds, 0 or more, received {self.drain_s}"
             raise ConfigError(msg)
+
+
+def _check_types(group: object) -> None:
+    wrong = mismatch(group)
+    if wrong is not None:
+        flag = f"--{wrong.name.replace('_', '-')}"
+        raise ConfigError(f"[config] {flag} must be {wrong.expected}, received {wrong.value!r}")
 
 
 def check_choices(group: object) -> None:

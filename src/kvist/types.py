@@ -12,6 +12,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, NewType
 
 from kvist.errors import InvalidSamplingParams
+from kvist.typecheck import mismatch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -85,6 +86,9 @@ class SamplingParams:
     """Sequences generated from one prompt, sharing its blocks. [1, 128]."""
 
     def __post_init__(self) -> None:
+        wrong = mismatch(self)
+        if wrong is not None:
+            _check(False, wrong.name, repr(wrong.value), wrong.expected)
         _check(
             self.max_tokens is None or self.max_tokens >= 0, "max_tokens", self.max_tokens, ">= 0"
         )

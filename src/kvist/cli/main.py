@@ -7,6 +7,9 @@ each command loads what it needs when it runs.
 from __future__ import annotations
 
 import logging
+import os
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -55,4 +58,16 @@ def _global_options(
 
 def main() -> None:
     """Run the command line; the entry point of the ``kvist`` script. Always leaves through ``SystemExit``."""
+    _open_missing_streams()
     app(prog_name="kvist")
+
+
+def _open_missing_streams() -> None:
+    """Put the null device where the parent closed a standard stream (``kvist ... >&-``): Python has None there.
+
+    Otherwise the next file opened, a model perhaps, takes the free descriptor, and what is printed goes into it.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # In this order each open takes the lowest free descriptor, which is the stream's own.
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115  # for the process's life

@@ -5,17 +5,17 @@ Reads at most a configuration file or a GGUF header. The sizes are those that th
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from kvist.cli.console import print_json, result_console
 from kvist.cli.options import Only, takes_options
 from kvist.config import EngineConfig
 from kvist.errors import ModelLoadError
-from kvist.model.catalog import KNOWN_MODELS, resolve
+from kvist.model.catalog import KNOWN_MODELS, local_path, resolve
 from kvist.model.shapes import NAMED_SHAPES
 from kvist.plan import (
     KV_MEMORY_FRACTION,
@@ -70,16 +70,16 @@ def find_spec(name: str) -> ModelSpec:
     """
     if name in NAMED_SHAPES:
         return NAMED_SHAPES[name]
-    path = Path(name).expanduser()
+    path = local_path(name)
     # A configuration alone is enough here, so its folder need not be a whole checkpoint.
-    if path.name == "config.json" and path.is_file():
+    if path is not None and path.name == "config.json" and path.is_file():
         return read_spec(path.parent)
-    if (path / "config.json").is_file():
+    if path is not None and (path / "config.json").is_file():
         return read_spec(path)
     try:
         return read_spec(resolve(name).path)
     except ModelLoadError as error:
-        if path.exists() or name in KNOWN_MODELS:
+        if path is not None or name in KNOWN_MODELS:
             raise
         raise ModelLoadError(f"{error}; shapes with a name: {', '.join(NAMED_SHAPES)}") from error
 
@@ -102,6 +102,7 @@ def _document(
         "dtype": resolve_dtype(config.model.dtype),
         "kv_cache_dtype": "raw16" if codec == "auto" else codec,
         "context": estimate.context,
+        "max_context": spec.max_context_len,
         "concurrency": estimate.concurrency,
         "block_size": estimate.block_size,
         "num_layers": spec.num_layers,
@@ -125,7 +126,8 @@ def _show(document: dict[str, Any]) -> None:  # Any: JSON values
     shared = f", {grouping} query heads share one KV head" if grouping > 1 else ""
     table = Table(
         "what", "bytes", "", "how",
-        title=f"{document['model']}: {document['context']:,} tokens a request, {document['concurrency']} at once",
+        # Text: a name in brackets is no markup.
+        title=Text(f"{document['model']}: {document['context']:,} tokens a request, {document['concurrency']} at once"),
         title_justify="left", box=None,
     )  # fmt: skip
     table.columns[1].justify = table.columns[2].justify = "right"
@@ -149,6 +151,10 @@ def _show(document: dict[str, Any]) -> None:  # Any: JSON values
         console.print(
             f"Sliding windows would need only {_human(windowed)} a request; "
             "this version keeps all positions of all layers."
+        )
+    if document["context"] > document["max_context"]:
+        console.print(
+            f"The model was made for {document['max_context']:,} tokens a request; the engine refuses longer ones."
         )
     if document["memory_bytes"] == 0:
         console.print("The weights alone need more memory than is free on this machine.")

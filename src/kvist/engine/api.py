@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from kvist.errors import EngineOverloaded, RequestError, UnsupportedParameter
 from kvist.types import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from typing import Self
 
     from kvist.engine.async_engine import AsyncEngine, EngineStats, RequestStream
@@ -171,18 +170,18 @@ class Engine:
         prompt: Prompt,
         params: SamplingParams | None = None,
         **sampling: Any,  # noqa: ANN401  # the fields of SamplingParams, checked by name
-    ) -> Iterator[OutputChunk]:
+    ) -> OutputIterator:
         """Generate from one prompt and yield the output as it is produced.
 
-        Leaving the loop early ends the request. The request is checked and queued when this is called, not at the first
-        iteration.
+        Leaving the loop early, or dropping the iterator, ends the request. The request is checked and queued when this
+        is called, not at the first iteration.
 
         Raises:
             RequestError: The prompt or a sampling value is invalid.
             EngineError: The engine could not go on.
         """
         stream = self._engine.submit(self.encode(prompt), sampling_params(params, **sampling))
-        return _iterate(stream)
+        return OutputIterator(stream)
 
     def chat(
         self,
@@ -203,6 +202,7 @@ class Engine:
         """Return the token ids of a prompt: text is tokenised with the model's special tokens, ids are passed on."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, add_special_tokens=True)
+        _check_is_prompt(prompt)
         return list(prompt)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -280,7 +280,7 @@ def sampling_params(params: SamplingParams | None = None, **sampling: Any) -> Sa
     if isinstance(sampling.get("stop"), str):
         sampling["stop"] = (sampling["stop"],)
     for name in ("stop", "stop_token_ids"):
-        if name in sampling:
+        if isinstance(sampling.get(name), Iterable):  # what is not is refused with the others
             sampling[name] = tuple(sampling[name])
     return dataclasses.replace(params if params is not None else SamplingParams(), **sampling)
 
@@ -289,6 +289,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return the prompts of one call: a text and a list of integers are one prompt each."""
     if isinstance(prompts, str):
         return [prompts]
+    _check_is_prompt(prompts)
     if not len(prompts):
         raise RequestError(
             "[engine] expected a prompt, received an empty sequence; pass text or token ids",
@@ -301,6 +302,15 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
             param="prompt",
         )
     return list(prompts) if kinds == {True} else [prompts]  # type: ignore[arg-type,list-item]  # told apart above
+
+
+def _check_is_prompt(prompt: object) -> None:
+    # Arrays of numbers are no Sequence, and welcome; iterating over bytes or a mapping is a slip.
+    if isinstance(prompt, (bytes, bytearray, Mapping)) or not isinstance(prompt, Collection):
+        raise RequestError(
+            f"[engine] expected text, token ids, or a sequence of those, received {type(prompt).__name__}",
+            param="prompt",
+        )
 
 
 def _choice(chunks: list[OutputChunk]) -> Choice:
@@ -318,6 +328,30 @@ def _choice(chunks: list[OutputChunk]) -> Choice:
     )
 
 
-def _iterate(stream: RequestStream) -> Iterator[OutputChunk]:
-    with stream:
-        yield from stream
+class OutputIterator:
+    """The output of ``Engine.stream``; the request ends when this is closed, or no longer held by anybody.
+
+    Not a generator: one that is dropped before its first step never runs the code that would end its request.
+    """
+
+    def __init__(self, stream: RequestStream) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> OutputChunk:
+        return next(self._stream)
+
+    def close(self) -> None:
+        """End the request; idempotent. Chunks that were there already can still be read."""
+        self._stream.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self._stream.cancel()

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from kvist.kernels.batch import AttentionBatch
 
 PART_COST_POSITIONS = 512
-"""A part costs about as much as gathering this many positions (benchmarks/attention.py): sharing that saves fewer, and
-splitting that avoids less padding, do not pay."""
+"""A part is taken to cost as much as gathering this many positions: sharing that saves fewer, and splitting that avoids
+less padding, is left alone. Chosen by estimate; no benchmark varies it."""
 MAX_PADDING_FRACTION = 0.25
 """Sequences are attended together while at most this much of what is gathered is padding."""
 POSITIONS_PER_ROW = 16

@@ -16,6 +16,7 @@ Invariant: whatever stands under ``known`` or ``hub`` is complete, because it go
 from __future__ import annotations
 
 import difflib
+import errno
 import re
 from dataclasses import dataclass
 from enum import Enum
@@ -139,14 +140,33 @@ def resolve(name: str) -> ResolvedModel:
     known = KNOWN_MODELS.get(name)
     if known is not None:
         return _resolve_known(known)
-    path = Path(name).expanduser()
-    if path.exists():
+    path = local_path(name)
+    if path is not None:
         return resolve_path(path)
     if not looks_like_path(name):
         hub = parse_hub_id(name)
         if hub is not None:
             return _resolve_hub(name, hub)
     raise unknown_model(name)
+
+
+def local_path(name: str) -> Path | None:
+    """Return the file or folder that ``name`` spells, ``~`` resolved; None when there is none.
+
+    Raises:
+        ModelLoadError: The system does not let this process look.
+    """
+    if not name:
+        return None  # the current folder is spelled "."
+    try:
+        path = Path(name).expanduser()
+        return path if path.exists() else None
+    except RuntimeError:  # the home folder of nobody
+        return None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return None
+        raise ModelLoadError(f"[model] {name} cannot be read: {error.strerror}") from error
 
 
 def resolve_path(path: Path, name: str | None = None) -> ResolvedModel:

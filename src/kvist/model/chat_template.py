@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from jinja2.parser import Parser
+
+
+MAX_NESTING = 64
+"""Levels of lists and groups inside a message: far above any client's, far below what Python can follow."""
 
 
 class ChatTemplate:
@@ -44,7 +48,8 @@ class ChatTemplate:
         # On first use: a model with a broken template still completes plain prompts.
         try:
             return _new_environment().from_string(self.source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, SyntaxError, RecursionError, MemoryError) as error:
+            # The latter three: nested more deeply than Python, which it is compiled to, can follow.
             raise RequestError(
                 f"[chat] the model's chat template cannot be read: {error}; send a plain prompt to /v1/completions"
             ) from error
@@ -62,9 +67,10 @@ class ChatTemplate:
             RequestError: The template refused the conversation (its own message is passed on) or failed on it.
         """
         template = self._compiled
+        plain = plain_messages(messages)
         try:
             return template.render(
-                messages=[_plain(message) for message in messages],
+                messages=plain,
                 tools=None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
@@ -75,28 +81,46 @@ class ChatTemplate:
                 f"[chat] the model's chat template refuses these messages: {error.message or type(error).__name__}",
                 param="messages",
             ) from error
-        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
-            # What a template's own expressions raise on messages of a form its author did not think of.
+        except Exception as error:
+            # Anything: the template is untrusted code, and its author did not think of every form of message.
             raise RequestError(
-                f"[chat] the model's chat template fails on these messages: {error}; "
+                f"[chat] the model's chat template fails on these messages: {str(error) or type(error).__name__}; "
                 "check each message's role and content",
                 param="messages",
             ) from error
 
 
-def _plain(value: Any) -> Any:  # noqa: ANN401  # JSON
+def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[Any]:  # Any: JSON
     """Return a copy made of plain JSON types only, without None-valued keys of messages.
 
     The sandbox guards attributes of types it knows; nothing else may reach the template.
+
+    Raises:
+        RequestError: The messages are no list, hold anything but JSON values, or nest more than ``MAX_NESTING`` deep.
     """
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
+        raise RequestError(
+            f"[chat] expected a list of messages, received {type(messages).__name__}",
+            param="messages",
+        )
+    return [_plain(message, 0) for message in messages]
+
+
+def _plain(value: Any, depth: int) -> Any:  # noqa: ANN401  # JSON
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, str):
         return str(value)
+    if depth == MAX_NESTING:
+        raise RequestError(
+            f"[chat] messages must not be nested more than {MAX_NESTING} deep", param="messages"
+        )
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items() if item is not None}
+        return {
+            str(key): _plain(item, depth + 1) for key, item in value.items() if item is not None
+        }
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_plain(item, depth + 1) for item in value]
     raise RequestError(
         f"[chat] messages must be made of JSON values, received {type(value).__name__}",
         param="messages",

@@ -60,7 +60,7 @@ class Fields:
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             self._refuse(key, "a number", value)
-        if not math.isfinite(value) or value <= 0:
+        if not _is_positive(value):
             self._refuse(key, "a finite number > 0", value)
         return float(value)
 
@@ -124,12 +124,24 @@ class Fields:
         """
         values = self.items(key, length)
         is_valid = values is not None and all(
-            isinstance(value, int | float) and math.isfinite(value) and value > 0
-            for value in values
+            isinstance(value, int | float) and _is_positive(value) for value in values
         )
         if values is None or not is_valid:
             self._refuse(key, f"a list of {length} numbers > 0", values)
         return tuple(float(value) for value in values)
+
+    def texts(self, key: str) -> list[str] | None:
+        """Return a list of strings, None when absent.
+
+        Raises:
+            ModelLoadError: The entry is of another type.
+        """
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+            self._refuse(key, "a list of strings", value)
+        return value
 
     def _value(self, key: str, default: Any) -> Any:  # noqa: ANN401  # checked by the callers
         value = self.get(key)
@@ -146,3 +158,11 @@ class Fields:
         raise ModelLoadError(
             f"[spec] {self.where}: {self._prefix}{key} should be {expected}, received {shown}"
         )
+
+
+def _is_positive(value: float) -> bool:
+    """Whether the value is a finite float > 0. A file may hold an integer that no float can."""
+    try:
+        return math.isfinite(value) and value > 0
+    except OverflowError:
+        return False

@@ -157,7 +157,7 @@ def _end_ids(
     for name in ("generation_config.json", "config.json"):
         value = _read_json(folder / name).get("eos_token_id")
         values = value if isinstance(value, list) else [value]
-        ids += [token_id for token_id in values if isinstance(token_id, int)]
+        ids += [token_id for token_id in values if type(token_id) is int]  # a bool is none
     ids += [backend.token_to_id(text) for text in _TURN_ENDS if template and text in template]
     return tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))
 
@@ -165,13 +165,20 @@ def _end_ids(
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ModelLoadError(f"[tokenizer] {path} cannot be read: {error}") from error
     template = config.get("chat_template") or _read_json(folder / "chat_template.json").get(
         "chat_template"
     )
     if isinstance(template, list):  # several, by name
-        named = {entry.get("name"): entry.get("template") for entry in template}
-        template = named.get("default")
+        defaults = (
+            entry.get("template")
+            for entry in template
+            if isinstance(entry, dict) and entry.get("name") == "default"
+        )
+        template = next(defaults, None)
     return template if isinstance(template, str) else None
 
 
@@ -181,8 +188,10 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"[tokenizer] {path} is not JSON: {error}") from error
+    except OSError as error:
+        raise ModelLoadError(f"[tokenizer] {path} cannot be read: {error.strerror}") from error
     if not isinstance(value, dict):
         raise ModelLoadError(f"[tokenizer] {path} must hold a JSON object")
     return value

@@ -36,6 +36,7 @@ from kvist.model.catalog import (
     HubModel,
     KnownModel,
     ResolvedModel,
+    local_path,
     looks_like_path,
     parse_hub_id,
     resolve,
@@ -112,8 +113,8 @@ def pull(name: str, on_progress: Callable[[PullProgress], None] = ignore_progres
     try:
         if name in KNOWN_MODELS:
             return _pull_known(KNOWN_MODELS[name], on_progress)
-        path = Path(name).expanduser()
-        if path.exists():
+        path = local_path(name)
+        if path is not None:
             return resolve_path(path)
         hub = None if looks_like_path(name) else parse_hub_id(name)
         if hub is None:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvist.errors import ConfigError, ModelLoadError
-from kvist.model.fields import Fields
+from kvist.model.fields import MAX_DIMENSION, Fields
 from kvist.model.gguf_file import read_gguf
 from kvist.spec import Activation, LayerSpec, ModelSpec, RopeScaling, RopeSpec
 
@@ -154,8 +154,8 @@ def _refuse_hf_options(fields: Fields) -> None:
         )
     if fields.number("partial_rotary_factor", 1.0) != 1.0:
         raise ModelLoadError(f"[spec] {fields.where}: partial_rotary_factor is not supported")
-    heads = fields.get("architectures") or ["ForCausalLM"]
-    if not any(str(head).endswith(("ForCausalLM", "ForConditionalGeneration")) for head in heads):
+    heads = fields.texts("architectures") or ["ForCausalLM"]
+    if not any(head.endswith(("ForCausalLM", "ForConditionalGeneration")) for head in heads):
         raise ModelLoadError(
             f"[spec] {fields.where}: architectures {heads} has no language-model head; "
             "expected a ...ForCausalLM checkpoint"
@@ -251,8 +251,10 @@ def _hf_layer_kinds(family: str, fields: Fields, num_layers: int) -> list[str]:
     if family == "mistral":
         return [_SLIDING if fields.has("sliding_window") else _FULL] * num_layers
     if family in ("qwen2", "qwen3") and fields.flag("use_sliding_window", default=False):
-        first = fields.get("max_window_layers")
-        first = 28 if first is None else first  # the families' default; 0 is meaningful
+        # 28 is the families' default; 0 is meaningful, and no size.
+        first = (
+            0 if fields.get("max_window_layers") == 0 else fields.integer("max_window_layers", 28)
+        )
         return [_SLIDING if index >= first else _FULL for index in range(num_layers)]
     if family == "smollm3" and fields.flag("use_sliding_window", default=False):
         has_window = fields.has("sliding_window")
@@ -337,7 +339,7 @@ def _hf_rope(
     )
     if kind == "yarn":
         rope = _hf_yarn(parameters, rope, original, max_context_len)
-        return rope, max(max_context_len, int(rope.factor * original))
+        return rope, _stretched_context(parameters, rope.factor, original, max_context_len)
     if kind == "longrope":
         return _hf_longrope(parameters, rope, original, max_context_len), original
     if kind == "llama3":
@@ -380,7 +382,7 @@ def _hf_longrope(
 ) -> RopeSpec:
     factor = parameters.number("factor", max_context_len / original)
     attention_factor = 1.0
-    if factor > 1.0:
+    if factor > 1.0 and original > 1:
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(original))
     return replace(
         plain,
@@ -389,6 +391,16 @@ def _hf_longrope(
         attention_factor=parameters.number("attention_factor", attention_factor),
         factors=parameters.numbers("short_factor", plain.dim // 2),
     )
+
+
+def _stretched_context(fields: Fields, factor: float, original: int, max_context_len: int) -> int:
+    """Return the context that YaRN reaches, never less than what the file says."""
+    stretched = factor * original
+    if stretched > MAX_DIMENSION:
+        raise ModelLoadError(
+            f"[spec] {fields.where}: a context of {original} stretched {factor:g} times is more than {MAX_DIMENSION}"
+        )
+    return max(max_context_len, int(stretched))
 
 
 def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
@@ -551,7 +563,7 @@ def _gguf_ropes(
             attention_factor=fields.number("rope.scaling.attn_factor", 1.0)
             * yarn_attention_factor(factor),
         )
-        max_context_len = max(max_context_len, int(factor * original))
+        max_context_len = _stretched_context(fields, factor, original, max_context_len)
     elif kind not in ("none", "linear"):
         raise ModelLoadError(
             f"[spec] {fields.where}: rope.scaling.type {kind!r} is not supported, expected none, linear or yarn"

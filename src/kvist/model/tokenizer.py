@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from kvist.errors import ModelLoadError, RequestError
-from kvist.model.chat_template import ChatTemplate
+from kvist.model.chat_template import ChatTemplate, plain_messages
 from kvist.model.chunk_cache import ChunkCache, cutting_of
 from kvist.model.folder_tokenizer import vocabulary_from_folder
 from kvist.model.gguf_file import read_gguf
@@ -189,7 +189,7 @@ class Tokenizer:
         Raises:
             RequestError: As ``apply_chat_template`` and ``encode``.
         """
-        quoted, marker = self._break_special(messages)
+        quoted, marker = self._break_special(plain_messages(messages))
         text = self.apply_chat_template(quoted, add_generation_prompt)
         ids: list[int] = []
         for part in (text,) if marker is None else text.split(marker):

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from kvist.sched.output import SampleSpec
     from kvist.types import SamplingParams
 
+_MAX_LOGIT = np.float32(1e30)
+"""Far above any model's, and small enough that sums and differences stay finite."""
 _MIN_TEMPERATURE = 1e-30
 """Float32 divides by nothing smaller without a NaN; already at this one all but the most likely token have weight 0."""
 
@@ -137,7 +139,10 @@ def _penalise(logits: NDArray[np.float32], spec: SampleSpec) -> None:
         seen = np.unique(np.array((*spec.prompt_token_ids, *spec.output_token_ids), np.int64))
         penalty = np.float32(params.repetition_penalty)
         values = logits[seen]
-        logits[seen] = np.where(values > 0, values / penalty, values * penalty)
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+            penalised = np.where(values > 0, values / penalty, values * penalty)
+        # A tiny penalty must not make infinities, whose differences are no numbers.
+        logits[seen] = np.clip(penalised, -_MAX_LOGIT, _MAX_LOGIT)
     if params.frequency_penalty or params.presence_penalty:
         produced, counts = np.unique(np.array(spec.output_token_ids, np.int64), return_counts=True)
         penalties = params.frequency_penalty * counts + params.presence_penalty

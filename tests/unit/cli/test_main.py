@@ -166,3 +166,30 @@ def test_pull_of_an_unknown_name_suggests_one():
     result = kvist("pull", "smollm2-136m")
     assert result.returncode == 1
     assert "did you mean 'smollm2-135m'?" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "message"),
+    [
+        ("plan --model llama-2-7b --json >&-", 0, ""),
+        ("plan --model llama-2-7b >&-", 0, ""),
+        ("plan --model nosuch 2>&-", 1, ""),
+        (
+            "plan --model llama-2-7b --json > /dev/full",
+            1,
+            "kvist: [system] No space left on device\n",
+        ),
+        ("plan --model llama-2-7b --json <&- >&- 2>&-", 0, ""),
+    ],
+)
+def test_closed_and_full_streams_end_without_a_traceback(redirection, code, message):
+    script = f"exec '{sys.executable}' -m kvist {redirection}"
+    result = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (code, message)
+
+
+def test_a_prompt_from_a_closed_stdin_is_an_empty_one(smollm2_path):
+    script = f"exec '{sys.executable}' -m kvist generate --memory-gib 0.1 --prompt - <&-"
+    result = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "at least one prompt token" in result.stderr

@@ -13,7 +13,8 @@ from kvist.errors import ModelLoadError
 from kvist.model.shapes import NAMED_SHAPES
 
 KEYS = {
-    "model", "parameters", "dtype", "kv_cache_dtype", "context", "concurrency", "block_size", "num_layers", "num_heads",
+    "model", "parameters", "dtype", "kv_cache_dtype", "context", "max_context", "concurrency", "block_size",
+    "num_layers", "num_heads",
     "num_kv_heads", "head_dim", "weight_bytes", "kv_bytes_per_token", "kv_bytes_per_request",
     "kv_bytes_per_request_windowed", "kv_bytes_total", "total_bytes", "memory_bytes", "requests_that_fit", "fits",
 }  # fmt: skip
@@ -118,3 +119,21 @@ def test_broken_configuration_is_named(tmp_path):
 def test_an_unknown_name_lists_the_shapes():
     with pytest.raises(ModelLoadError, match=r"shapes with a name: .*llama-2-7b"):
         find_spec("llama-9-9b")
+
+
+def test_a_context_beyond_the_models_own_is_called_that():
+    result = CliRunner().invoke(app, ["plan", "--model", "llama-2-7b", "--context", "5000"])
+    assert "made for 4,096 tokens" in result.stdout
+    assert plan_json("--model", "llama-2-7b", "--context", "5000")["max_context"] == 4096
+
+
+def test_a_name_in_brackets_is_no_markup(tmp_path, monkeypatch):
+    folder = tmp_path / "[" / "x]"
+    folder.mkdir(parents=True)
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 256}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["plan", "--model", "[/x]"])
+    assert result.exit_code == 0
+    assert "[/x]" in result.stdout

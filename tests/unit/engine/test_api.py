@@ -99,12 +99,35 @@ class TestGenerate:
         with pytest.raises(RequestError, match=message):
             engine.generate(prompts, GREEDY)
 
+    @pytest.mark.parametrize("prompts", [5, None, b"abc", {"a": 1}, iter(["a"]), [b"abc"]], ids=str)
+    def test_refuses_values_of_other_types_by_name(self, engine, prompts):
+        with pytest.raises(RequestError, match="token ids, or a sequence"):
+            engine.generate(prompts, GREEDY)
+
+    @pytest.mark.parametrize("wrong", [{"stop": 5}, {"stop_token_ids": 5}, {"n": 1.5}], ids=str)
+    def test_parameters_of_the_wrong_type_harm_no_other_request(self, engine, wrong):
+        with pytest.raises(InvalidSamplingParams):
+            engine.generate("hello", **wrong)
+        assert engine.generate("still works", GREEDY)[0].text == expected_text("still works")
+
     def test_empty_text_is_refused(self, engine):
         with pytest.raises(RequestError, match="at least one prompt token"):
             engine.generate("", GREEDY)
 
 
 class TestStream:
+    def test_a_stream_dropped_before_its_first_chunk_ends_its_request(self):
+        parts = make_parts()
+        parts.engine.start = lambda: None  # type: ignore[method-assign]  # so that nothing ends by itself
+        engine = Engine(parts.engine)
+        chunks = engine.stream("hello", GREEDY)
+        cancelled = []
+        chunks._stream._request_cancel = cancelled.append
+        inner = chunks._stream
+        del chunks
+        assert cancelled == [inner]
+        engine.close()
+
     def test_yields_as_it_goes(self, engine):
         chunks = list(engine.stream("hello", GREEDY))
         assert "".join(chunk.text for chunk in chunks) == expected_text("hello")

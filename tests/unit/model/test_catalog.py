@@ -132,3 +132,9 @@ def test_missing_paths_are_called_missing():
     for name in ("./nowhere", "/nowhere/m.gguf", "~/nowhere"):
         with pytest.raises(ModelLoadError, match="does not exist"):
             resolve(name)
+
+
+@pytest.mark.parametrize("name", ["~no-such-user-here/model", "x" * 5000, "", "a\0b"], ids=repr)
+def test_names_that_no_file_can_have_are_unknown_models(name):
+    with pytest.raises(ModelLoadError, match=r"does not exist|not a known name"):
+        resolve(name)

@@ -120,3 +120,29 @@ def test_strings_of_other_types_come_out_as_their_value():
 def test_messages_must_be_json():
     with pytest.raises(RequestError, match="JSON values, received object"):
         render("{{ messages }}", [{"role": object()}])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ [].pop() }}{{ messages | first | random }}",
+        "{{ 'x' * 10 ** 18 }}",
+        "".join("{% for m in messages %}" for _ in range(30)) + "{% endfor %}" * 30,
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    ],
+    ids=["recursion", "types", "memory", "nested loops", "nested brackets"],
+)
+def test_whatever_a_template_raises_is_a_request_error(source):
+    with pytest.raises(RequestError, match="chat template"):
+        render(source)
+
+
+def test_messages_nested_too_deeply_or_no_list_are_request_errors():
+    content: list = []
+    for _ in range(5000):
+        content = [content]
+    with pytest.raises(RequestError, match="nested more than 64"):
+        render("x", [{"role": "user", "content": content}])
+    with pytest.raises(RequestError, match="list of messages"):
+        render("x", None)

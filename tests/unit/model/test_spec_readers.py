@@ -279,3 +279,28 @@ def test_gguf_entries_that_are_not_understood_are_refused(architecture, entries,
 def test_gguf_without_embedding_is_refused(tmp_path):
     with pytest.raises(ModelLoadError, match=r"token_embd\.weight is missing"):
         read_spec(_gguf(tmp_path / "m.gguf", embedding=None))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rms_norm_eps": 10**400},
+        {"architectures": 5},
+        {"architectures": [["LlamaForCausalLM"]]},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 1e308}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 1e30}},
+        {"rope_scaling": {"rope_type": "longrope", "short_factor": [10**400] * 64}},
+        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": "x"},
+        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": -1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_entries_beyond_what_numbers_can_be_are_refused(changes):
+    with pytest.raises(ModelLoadError):
+        _llama(**changes)
+
+
+def test_longrope_from_a_context_of_one_has_no_temperature():
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 64, "factor": 2.0}
+    spec = _llama(max_position_embeddings=1, rope_scaling=factors)
+    assert spec.ropes[0].attention_factor == 1.0

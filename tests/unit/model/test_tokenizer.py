@@ -428,6 +428,35 @@ def test_bad_folders_are_refused(tmp_path):
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "name", ["tokenizer_config.json", "generation_config.json", "chat_template.json"]
+)
+def test_small_files_too_deep_or_no_files_are_refused(tmp_path, name):
+    write_folder(tmp_path)
+    file = tmp_path / name
+    file.write_text("[" * 100_000)
+    with pytest.raises(ModelLoadError, match="is not JSON"):
+        load_tokenizer(tmp_path)
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(ModelLoadError, match="cannot be read"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_chat_template_that_is_no_text_is_refused(tmp_path):
+    write_folder(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ModelLoadError, match=r"chat_template\.jinja cannot be read"):
+        load_tokenizer(tmp_path)
+
+
+def test_entries_of_a_template_list_that_are_no_templates_are_passed_over(tmp_path):
+    write_folder(
+        tmp_path, {"chat_template": [5, {"name": []}, {"name": "default", "template": "x"}]}
+    )
+    assert load_tokenizer(tmp_path).apply_chat_template([]) == "x"
+
+
 @pytest.mark.parametrize("decoder", [None, decoders.WordPiece()])
 def test_unknown_decoders_are_refused(tmp_path, decoder):
     tiny = byte_level("gpt-2", [GPT2])

@@ -130,6 +130,18 @@ def test_repetition_penalty_divides_positive_and_multiplies_negative_logits() ->
     assert tokens(negative, [spec(temperature=0, repetition_penalty=0.5, prompt=(0,))]) == [0]
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("penalty", [1e-300, 1e-38])
+def test_a_tiny_repetition_penalty_makes_no_infinities(penalty: float, temperature: float) -> None:
+    logits = torch.tensor([[3.0, 2.0, 0.0, -1.0]])
+    chosen = tokens(
+        logits,
+        [spec(repetition_penalty=penalty, temperature=temperature, prompt=(0, 1, 2, 3))],
+    )
+    assert chosen[0] in (0, 1)
+
+
 def test_presence_counts_once_and_frequency_counts_each_output_token() -> None:
     logits = torch.tensor([[2.0, 1.5, 0.9]])
     history = (0, 0, 1)
