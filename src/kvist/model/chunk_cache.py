@@ -49,8 +49,9 @@ class Cutting:
 
 
 class ChunkCache:
-    """Ids of the parts of texts under one mode of encoding. Thread-safe: what is looked up is never taken from what
-    another thread may clear.
+    """Ids of the parts of texts under one mode of encoding.
+
+    Thread-safe: what is looked up is never taken from what another thread may clear.
 
     Args:
         encode: Encodes one part, without tokens around it.
