@@ -30,6 +30,11 @@ MAX_LOGPROBS = 20
 """Largest number of alternatives per position, as OpenAI's ``top_logprobs`` allows."""
 
 
+MAX_STOP_LEN = 1024
+"""Characters of a stop string at most: each becomes a state of the automaton that looks for them (0.4 kB, 2 us), which
+the engine thread builds while everybody waits."""
+
+
 class FinishReason(Enum):
     """Why a sequence ended. The value is OpenAI's ``finish_reason`` where one exists."""
 
@@ -77,7 +82,8 @@ class SamplingParams:
     """Alternatives reported per output token, [0, 20]; None reports no log-probabilities. They are those of
     the model's own distribution, before bias, penalties, temperature and truncation."""
     stop: tuple[str, ...] = ()
-    """Strings that end the output; not part of it. Up to 16, none empty."""
+    """Strings that end the output; not part of it. Up to 16, none empty, each of MAX_STOP_LEN characters
+    at most."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the output, beside the model's end-of-sequence ids; not part of the text."""
     ignore_eos: bool = False
@@ -115,6 +121,13 @@ class SamplingParams:
         )
         _check(len(self.stop) <= 16, "stop", len(self.stop), "at most 16 strings")
         _check(all(self.stop), "stop", "an empty string", "non-empty strings")
+        longest = max(map(len, self.stop), default=0)
+        _check(
+            longest <= MAX_STOP_LEN,
+            "stop",
+            f"one of {longest}",
+            f"strings of at most {MAX_STOP_LEN} characters",
+        )
         _check(1 <= self.n <= 128, "n", self.n, "in [1, 128]")
 
     @property

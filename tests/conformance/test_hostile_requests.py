@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 
@@ -11,8 +12,12 @@ from tests.support.asgi import JSON_HEADERS, exchange, request
 from tests.support.fake_engine import FakeEngine
 
 from kvist.config import ServerConfig
+from kvist.errors import RequestError
 from kvist.server import exchange as exchange_module
 from kvist.server.app import create_app
+from kvist.server.endpoints import prepare_chat, prepare_completion
+from kvist.server.errors import HttpError
+from kvist.server.protocol import ChatMessage, ChatRequest, CompletionRequest, TextPart
 
 GOOD = {"model": "fake-1", "prompt": "p"}
 PATH = "/v1/completions"
@@ -244,3 +249,49 @@ def test_refusals_are_no_errors_in_the_log(app, caplog):
     request(app, "POST", PATH, {**GOOD, "tools": [1]})
     request(app, "GET", "/nowhere")
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def bodies_with_a_value_in_every_place(value):
+    """Return both endpoints' bodies with the value in the place of each parameter and of each part of a message."""
+    chat = {"model": "fake-1", "messages": [{"role": "user", "content": "c"}]}
+    part = {"type": "text", "text": "t"}
+    inner = [{**chat["messages"][0], name: value} for name in [*ChatMessage.model_fields, "x"]]
+    inner += [
+        {"role": "user", "content": [{**part, name: value}]} for name in TextPart.model_fields
+    ]
+    inner += [{**chat["messages"][0], name: value} for name in ChatMessage.refused]
+    inner += [{"role": "user", "content": [value]}, value]
+    streamed = {"stream": True, "stream_options": {"include_usage": value}}
+    for prepare, body, kind in (
+        (prepare_completion, GOOD, CompletionRequest),
+        (prepare_chat, chat, ChatRequest),
+    ):
+        for name in (*kind.model_fields, *kind.refused):
+            yield prepare, {**body, name: value}
+            yield prepare, {**body, name: [value]}
+            yield prepare, {**body, name: {"1": value}}
+        yield prepare, {**body, **streamed}
+    for message in inner:
+        yield prepare_chat, {**chat, "messages": [message]}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, 0, -1, 1.5, 10**30, "", "text", "\0", [], [[]], [None], {}, {"a": {}}, {"": []}],
+    ids=repr,
+)
+def test_no_type_in_any_place_is_an_unforeseen_error(value):
+    """A message's role that was an array or an object was looked up in a set, which answered 500."""
+    engine = FakeEngine()
+    for prepare, body in bodies_with_a_value_in_every_place(value):
+        with contextlib.suppress(RequestError, HttpError):
+            prepare(body, engine, "fake-1")
+
+
+@pytest.mark.parametrize("role", [["user"], {"a": 1}])
+def test_role_of_a_wrong_type_is_named(role):
+    app = create_app(FakeEngine(), ServerConfig())
+    body = {"model": "fake-1", "messages": [{"role": role, "content": "c"}]}
+    answer = request(app, "POST", "/v1/chat/completions", body)
+    assert answer.status == 400
+    assert answer.error["param"] == "messages[0].role"

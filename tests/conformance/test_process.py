@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.support.fake_engine import FakeEngine, Reply
+from tests.support.fake_engine import FakeEngine, FakeTokenizer, Reply
 
 from kvist.config import ServerConfig
 from kvist.errors import ConfigError
@@ -121,6 +121,30 @@ def test_client_that_never_sends_its_body_does_not_hold_up_the_end():
             child.send_signal(signal.SIGTERM)
             assert child.wait(END_S) == 0
         assert "Traceback" not in child.stderr.read()
+
+
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_prompt_that_takes_long_to_read_does_not_hold_up_the_end(monkeypatch, num_signals):
+    """The end of the event loop waited for the threads that tokenise: 14 s for a prompt of 8 MB."""
+    is_reading, may_end = threading.Event(), threading.Event()
+
+    def encode(self, text, *, add_special_tokens):
+        is_reading.set()
+        assert may_end.wait(60)
+        return [1]
+
+    monkeypatch.setattr(FakeTokenizer, "encode", encode)
+    try:
+        with running() as server, connection(server.port) as client:
+            client.request("POST", "/v1/completions", json.dumps(BODY), JSON)
+            assert is_reading.wait(10)
+            for _ in range(num_signals):
+                server.stop()
+            response = client.getresponse()
+            assert response.status == 503
+            assert json.loads(response.read())["error"]["code"] == "engine_stopped"
+    finally:
+        may_end.set()
 
 
 def test_second_signal_does_not_wait():

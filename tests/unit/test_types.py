@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
 from kvist.errors import InvalidSamplingParams, RequestError
-from kvist.types import SamplingParams
+from kvist.types import MAX_STOP_LEN, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,8 @@ from kvist.types import SamplingParams
         ("logprobs", -1),
         ("stop", ("",)),
         ("stop", tuple("abcdefghijklmnopq")),
+        # Half a megabyte of stop string stopped the engine thread for a second and took 200 MB.
+        ("stop", ("ok", "x" * (MAX_STOP_LEN + 1))),
         ("n", 0),
         ("n", 129),
     ],
@@ -53,11 +56,12 @@ def test_out_of_range_values_are_refused_by_name(name: str, bad: object) -> None
     [
         {},
         {"max_tokens": 0},
+        {"stop": ("x" * MAX_STOP_LEN,) * 16},
         {"temperature": 0.0, "top_p": 1.0, "min_p": 1.0, "seed": 0, "logprobs": 0},
         {"temperature": 2.0, "top_k": 10**9, "seed": 2**63 - 1, "logprobs": 20, "n": 128},
     ],
 )
-def test_boundary_values_are_accepted(good: dict[str, float]) -> None:
+def test_boundary_values_are_accepted(good: dict[str, Any]) -> None:
     params = SamplingParams(**good)
     assert params.is_greedy == (good.get("temperature") == 0.0)
 

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 import typer
@@ -70,6 +72,25 @@ def fail(message: str, *, exit_code: int = EXIT_FAILED) -> NoReturn:
     line = " ".join(message.split())
     note_console().print(Text.assemble(("kvist: ", "bold red"), line))
     raise typer.Exit(exit_code)
+
+
+def ignore_interrupts() -> None:
+    """Let neither SIGTERM nor SIGINT end the process any more: what is left to do is short and bounded."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def end_process() -> NoReturn:
+    """Leave the process with exit code 0, now that everything in it has been closed.
+
+    Not through the interpreter's own end: with a model library loaded that takes seconds on a busy machine, and would
+    wait for threads that read requests nobody waits for any more.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        # OSError: whoever read it has gone.
+        with suppress(OSError):
+            stream.flush()
+    os._exit(0)
 
 
 def set_up_logging(*, level: int) -> None:

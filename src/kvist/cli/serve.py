@@ -6,7 +6,7 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
-from kvist.cli.console import is_debugging, note, set_up_logging
+from kvist.cli.console import end_process, ignore_interrupts, is_debugging, note, set_up_logging
 from kvist.cli.models import running_engine
 from kvist.cli.options import takes_options
 from kvist.config import EngineConfig, ServerConfig
@@ -38,6 +38,9 @@ def serve(config: EngineConfig, server: ServerConfig) -> None:
             note(f"try it: {example(running.url, model, has_keys=has_keys)}")
 
         run_server(engine, server, on_ready)
+        # A second signal, now that the first one's work is nearly done, must not turn the end into a failure.
+        ignore_interrupts()
+    end_process()
 
 
 def example(url: str, model: str, *, has_keys: bool) -> str:

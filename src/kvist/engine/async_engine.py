@@ -52,8 +52,9 @@ logger = logging.getLogger(__name__)
 
 IDLE_CHECK_S = 1.0
 """Quiet time after work before the conservation law is checked: never between two requests in quick succession."""
-JOIN_S = 3.0
-"""How long ``close`` waits for the step in progress to end: a server has 5 s in all to go after SIGTERM."""
+JOIN_S = 2.0
+"""How long ``close`` waits for the step in progress to end: a server has 5 s in all to go after SIGTERM, and spends
+up to two before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

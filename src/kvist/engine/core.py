@@ -413,7 +413,8 @@ class EngineCore:
         del call.open_ids[request_id]
         now_ns = self._clock()
         first_ns = call.first_token_ns if call.first_token_ns is not None else now_ns
-        logger.info(
+        # Not INFO: the front end has one line for each client call, whatever its prompts and their n.
+        logger.debug(
             "[engine] %s: %s, prompt %d, cached %d, computed %d, output %d tokens, preempted %d, "
             "ttft %.3f s, %.1f output tokens/s",
             request_id,

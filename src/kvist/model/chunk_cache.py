@@ -49,7 +49,9 @@ class Cutting:
 
 
 class ChunkCache:
-    """Ids of the parts of texts under one mode of encoding. Not thread-safe.
+    """Ids of the parts of texts under one mode of encoding.
+
+    Thread-safe: what is looked up is never taken from what another thread may clear.
 
     Args:
         encode: Encodes one part, without tokens around it.
@@ -72,12 +74,15 @@ class ChunkCache:
             return self._encode(text)
         first, *others = self._cut.split(text)
         known = self._ids
-        passing: dict[str, tuple[int, ...]] = {}
-        for part in set(others).difference(known):
-            ids = tuple(self._encode(part[self._skipped :]))
-            (known if len(part) <= _MAX_PART_LEN else passing)[part] = ids
-        lookup = (known | passing if passing else known).__getitem__
-        result = list(chain(self._encode(first), chain.from_iterable(map(lookup, others))))
+        ids: dict[str, tuple[int, ...]] = {}
+        for part in set(others):
+            found = known.get(part)
+            if found is None:
+                found = tuple(self._encode(part[self._skipped :]))
+                if len(part) <= _MAX_PART_LEN:
+                    known[part] = found
+            ids[part] = found
+        result = list(chain(self._encode(first), chain.from_iterable(map(ids.__getitem__, others))))
         if len(known) > _MAX_PARTS:
             known.clear()
         return result

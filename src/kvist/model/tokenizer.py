@@ -13,10 +13,12 @@ Invariants:
 
 from __future__ import annotations
 
+import copy
 import re
 import threading
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from kvist.errors import ModelLoadError, RequestError
@@ -59,15 +61,11 @@ class Tokenizer:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._backend = vocabulary.backend
-        self._lock = threading.Lock()
-        """Held while the backend is in the mode that ``parse_special`` asks for."""
-        cutting = cutting_of(vocabulary.backend)
-        self._caches = (
-            None
-            if cutting is None
-            else {mode: ChunkCache(self._encode_whole, cutting) for mode in (True, False)}
-        )
-        """By ``parse_special``; None where texts cannot be cut for certain."""
+        self._backend.encode_special_tokens = False
+        self._cutting = cutting_of(vocabulary.backend)
+        self._encode = self._cached(self._encode_whole)
+        self._literal_lock = threading.Lock()
+        """Held while ``_encode_literally`` is made."""
         self._before, self._behind = _text_borders(vocabulary.backend)
         self._bytes: list[bytes | None] = [None] * vocabulary.size
         self.vocab_size = vocabulary.size
@@ -105,11 +103,8 @@ class Tokenizer:
             RequestError: The text is not valid Unicode.
         """
         try:
-            with self._lock:
-                self._backend.encode_special_tokens = not parse_special
-                caches = self._caches
-                encode = self._encode_whole if caches is None else caches[parse_special].encode
-                ids = encode(text)
+            encode = self._encode if parse_special else self._literal_encode()
+            ids = encode(text)
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(
                 "[tokenizer] the text must be valid Unicode, received lone surrogates; remove them"
@@ -119,8 +114,24 @@ class Tokenizer:
         return ids
 
     def _encode_whole(self, text: str) -> list[int]:
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        return ids
+        return _encode(self._backend, text)
+
+    def _literal_encode(self) -> Callable[[str], list[int]]:
+        # The first caller makes it, and others wait rather than make it again.
+        with self._literal_lock:
+            return self._encode_literally
+
+    @cached_property
+    def _encode_literally(self) -> Callable[[str], list[int]]:
+        # A backend of its own, made when it is first asked for: to switch the other's mode there and back, every
+        # client's text would have to wait for that of the one before.
+        backend = copy.deepcopy(self._backend)
+        backend.encode_special_tokens = True
+        return self._cached(partial(_encode, backend))
+
+    def _cached(self, encode: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
+        """Return ``encode`` with a memory, or as it is where texts cannot be cut for certain."""
+        return encode if self._cutting is None else ChunkCache(encode, self._cutting).encode
 
     def decode(self, token_ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Return the text of token ids, as one text from its beginning.
@@ -203,7 +214,7 @@ class Tokenizer:
         part between two markers spells a control token.
         """
         strings = [string for message in messages for string in _strings(message)]
-        if not any(self._spelling.find(string) for string in strings):
+        if not any(map(self._spelling.occurs_in, strings)):
             return messages, None
         # Noncharacters of Unicode should not occur; counted on until the marker certainly does not.
         number = 0
@@ -217,6 +228,13 @@ class Tokenizer:
     def _spelling(self) -> _SpecialSpelling:
         ids = self._vocabulary.special_ids
         return _SpecialSpelling(piece for i in ids if (piece := self._backend.id_to_token(i)))
+
+
+def _encode(backend: Backend, text: str) -> list[int]:
+    # A batch of one: for a single text the library keeps the interpreter's lock, and a prompt of megabytes would
+    # stop every thread of the server for seconds.
+    ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return ids
 
 
 def _text_borders(backend: Backend) -> tuple[list[int], list[int]]:
@@ -243,21 +261,20 @@ class _SpecialSpelling:
         first = "".join(sorted({re.escape(text[0]) for text in self._texts}))
         self._first = re.compile(f"[{first}]" if first else r"(?!)")
 
-    def find(self, text: str) -> re.Match[str] | None:
-        """Return a match of the first character of the first control token's text."""
+    def occurs_in(self, text: str) -> bool:
+        """Return whether the text has a control token's text in it."""
+        return next(self._starts(text), None) is not None
+
+    def _starts(self, text: str) -> Iterator[int]:
         for match in self._first.finditer(text):
             start = match.start()
             if any(text[start : start + length] in self._texts for length in self._lengths):
-                return match
-        return None
+                yield start
 
     def split(self, text: str, marker: str) -> str:
         """Return the text with ``marker`` behind the first character of each control token's text."""
-        parts = []
-        while match := self.find(text):
-            parts.append(text[: match.end()])
-            text = text[match.end() :]
-        return marker.join([*parts, text])
+        cuts = [0, *(start + 1 for start in self._starts(text)), len(text)]
+        return marker.join(text[start:end] for start, end in pairwise(cuts))
 
 
 def _strings(value: object) -> Iterator[str]:

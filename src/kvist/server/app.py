@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import time
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -34,7 +34,7 @@ from kvist.server.generation import Call, Gate, call_usage, watched
 from kvist.server.stream import EventStream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
     from starlette.requests import Request
 
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from kvist.server.ports import ServedEngine
 
     Prepare = Callable[[dict[str, Any], ServedEngine, str], Job]  # Any: a JSON document
+
+_T = TypeVar("_T")
 
 logger = logging.getLogger(__name__)
 
@@ -143,9 +145,10 @@ class _Routes:
         received_ns = time.perf_counter_ns()
         tenant = self._tenant(request)
         self._gate.check_open()
-        body = await self._body(request)
+        check_headers(request.headers, self._max_body_bytes)
+        body = await self._unless_aborted(read_body(request.receive, self._max_body_bytes))
         # Parsing and tokenising take milliseconds a megabyte, which other clients' streams need not wait for.
-        job = await asyncio.to_thread(self._prepare, body, prepare)
+        job = await self._unless_aborted(asyncio.to_thread(self._prepare, body, prepare))
         call = Call.submit(
             self._engine, job, tenant=tenant, gate=self._gate, received_ns=received_ns
         )
@@ -159,18 +162,17 @@ class _Routes:
     def _prepare(self, body: bytes, prepare: Prepare) -> Job:
         return prepare(parse_object(body), self._engine, self._model)
 
-    async def _body(self, request: Request) -> bytes:
-        check_headers(request.headers, self._max_body_bytes)
-        reading = asyncio.ensure_future(read_body(request.receive, self._max_body_bytes))
+    async def _unless_aborted(self, reading: Coroutine[Any, Any, _T]) -> _T:  # Any: unused
+        # A client that sends slowly, or a prompt of megabytes, must not hold up the end of the server.
+        task = asyncio.ensure_future(reading)
         ending = asyncio.ensure_future(self._gate.aborted.wait())
         try:
-            # A client that sends slowly must not hold up the end of the server.
-            await asyncio.wait({reading, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if reading.done():
-                return reading.result()
-            raise EngineStopped("[server] the server shut down before the body had arrived")
+            await asyncio.wait({task, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise EngineStopped("[server] the server shut down before the request was read")
         finally:
-            reading.cancel()
+            task.cancel()
             ending.cancel()
 
     def _tenant(self, request: Request) -> str:

@@ -203,9 +203,11 @@ def _messages(value: object) -> list[ChatMessage]:
 
 def _message(value: object, path: str) -> ChatMessage:
     if isinstance(value, dict):
-        if value.get("role") in {"tool", "function"}:
+        role = value.get("role")
+        # A tuple: looking up a list or an object in a set raises.
+        if role in ("tool", "function"):
             raise UnsupportedParameter(
-                f"[request] {path}.role is {value['role']!r}, which is not implemented: Kvist does not call tools; "
+                f"[request] {path}.role is {role!r}, which is not implemented: Kvist does not call tools; "
                 "use system, developer, user or assistant",
                 param=f"{path}.role",
             )

@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 1.0
-# With the default of --drain-s well below five seconds: the step in progress and the interpreter's own end come after
-# them, and on a busy machine those took three (SmolLM2-135M, 2 cores under a load of 10).
+# With the default of --drain-s well below five seconds: the step in progress comes after them, and
+# ``AsyncEngine.close`` may wait two more.
 BACKLOG = 2048
 """Connections that may wait to be accepted; the operating system caps it."""
 KEEP_ALIVE_S = 30
@@ -83,8 +84,7 @@ def serve(
     listener = _listen(config.host, config.port)
     if _is_main_thread():
         # A loaded model library is about a million objects that live as long as the process. Not walking
-        # them saves every stream a stall at each full collection, and halves the process's end (7.5 s to 3.9 s on
-        # 2 cores under a load of 10).
+        # them saves every stream a stall at each full collection.
         gc.freeze()
     try:
         asyncio.run(_run(app, config.drain_s, listener, on_ready or _print_ready))
@@ -100,6 +100,7 @@ async def _run(
 ) -> None:
     loop = asyncio.get_running_loop()
     gate: Gate = app.state.gate
+    loop.set_default_executor(_Readers(thread_name_prefix="kvist-reader"))
     server = _Server(
         uvicorn.Config(
             app,
@@ -156,6 +157,17 @@ async def _run(
         await serving
         for task in draining:
             task.cancel()
+
+
+class _Readers(ThreadPoolExecutor):
+    """The threads that read requests.
+
+    The end of the event loop does not wait for them: nobody wants their results any more, and a prompt of megabytes
+    takes seconds.
+    """
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002  # the base's signature
+        super().shutdown(wait=False, cancel_futures=True)
 
 
 class _Server(uvicorn.Server):

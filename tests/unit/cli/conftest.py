@@ -19,6 +19,9 @@ def parts(monkeypatch):
     )
     monkeypatch.setattr("kvist.cli.models._build", lambda config: parts.engine)
     monkeypatch.setattr("kvist.cli.models.ensure_available", lambda name: None)
+    # This process is the tests'.
+    monkeypatch.setattr("kvist.cli.serve.ignore_interrupts", lambda: None)
+    monkeypatch.setattr("kvist.cli.serve.end_process", lambda: None)
     return parts
 
 

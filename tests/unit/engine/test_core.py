@@ -430,12 +430,14 @@ def test_close_gives_everything_back():
     assert parts.manager.num_held == 0
 
 
-def test_one_log_line_per_finished_sequence_without_its_content(caplog):
+def test_one_debug_line_per_finished_sequence_without_its_content(caplog):
+    """At INFO it stood beside the server's line for the same call."""
     parts = make_parts()
     parts.core.add(group(ignore_eos=True))
-    with caplog.at_level(logging.INFO, logger="kvist.engine.core"):
+    with caplog.at_level(logging.DEBUG, logger="kvist.engine.core"):
         chunks = run(parts)["r", 0]
-    (line,) = caplog.messages
+    ((_, level, line),) = caplog.record_tuples
+    assert level == logging.DEBUG
     assert "prompt 28, cached 0, computed 39, output 12 tokens" in line
     assert text(chunks) not in line
 

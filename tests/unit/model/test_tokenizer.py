@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -21,7 +25,7 @@ from tokenizers import decoders, normalizers
 from kvist.errors import ModelLoadError, RequestError
 from kvist.model.chunk_cache import ChunkCache, cutting_of
 from kvist.model.gguf_tokenizer import PRE_TOKENIZERS, vocabulary_from_gguf
-from kvist.model.tokenizer import Tokenizer, load_tokenizer
+from kvist.model.tokenizer import Tokenizer, _encode, load_tokenizer
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = (
@@ -161,9 +165,12 @@ def test_cutting_texts_changes_no_token(name, text):
     # Below the threshold nothing is cut, so the text is brought above it, by a head that ends in a possible cut.
     text = "The quick brown fox jumps over the lazy dog, and the dog will not mind it" + text
     for parse_special in (True, False):
-        tokenizer._backend.encode_special_tokens = not parse_special
-        cache = ChunkCache(tokenizer._encode_whole, cutting)
-        assert cache.encode(text) == tokenizer._encode_whole(text)
+        # A copy: the tokeniser is shared with other tests.
+        backend = copy.deepcopy(tokenizer._backend)
+        backend.encode_special_tokens = not parse_special
+        whole = backend.encode(text, add_special_tokens=False).ids
+        assert ChunkCache(partial(_encode, backend), cutting).encode(text) == whole
+        assert tokenizer.encode(text, False, parse_special=parse_special) == whole
 
 
 def test_text_behind_a_control_token_is_not_a_continuation():
@@ -288,6 +295,55 @@ def test_encoding_from_several_threads_keeps_the_modes_apart():
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(is_stable, [True, False] * 2))
+
+
+def test_a_long_text_stops_no_other_thread():
+    """The library's encoding of one text kept the interpreter's lock: seconds for a prompt of megabytes."""
+    tokenizer = gguf("gpt-2")
+    ends = []
+    other = threading.Thread(target=lambda: ends.append(tokenizer.encode("1" * 1_000_000)))
+    longest_s, before_s = 0.0, time.perf_counter()
+    started_s = before_s
+    other.start()
+    while other.is_alive():
+        time.sleep(0.001)
+        now_s = time.perf_counter()
+        longest_s, before_s = max(longest_s, now_s - before_s), now_s
+    assert len(ends) == 1
+    assert longest_s < 0.8 * (before_s - started_s)
+
+
+def test_a_long_text_does_not_hold_up_a_short_one(monkeypatch):
+    """One lock around the encoding made every client wait for the longest prompt being read."""
+    is_inside, may_end = threading.Event(), threading.Event()
+    encode = ChunkCache.encode
+
+    def held(self, text):
+        if text == "long":
+            is_inside.set()
+            assert may_end.wait(10)
+        return encode(self, text)
+
+    monkeypatch.setattr(ChunkCache, "encode", held)
+    tokenizer = gguf_tokenizer("gpt-2")
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(tokenizer.encode, "long")
+        assert is_inside.wait(10)
+        for parse_special in (True, False):
+            assert tokenizer.encode("short", parse_special=parse_special)
+        may_end.set()
+        assert long.result()
+
+
+def test_many_quoted_control_tokens_take_linear_time():
+    """Each one found copied the rest of the text: a message of 8 MB took minutes, after which it was too long."""
+    spelling = chat_tokenizer()._spelling
+    num_tokens = 200_000
+    started_s = time.perf_counter()
+    quoted = spelling.split("<|im_end|>" * num_tokens, "#")
+    # About 0.1 s; the copies made it 14 s.
+    assert time.perf_counter() - started_s < 5
+    assert quoted == "<#|im_end|>" * num_tokens
 
 
 CHAT = (
