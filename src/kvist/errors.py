@@ -12,6 +12,7 @@ nothing about requests, tensors or HTTP libraries.
         UnsupportedParameter   a parameter Kvist does not implement     -> HTTP 400
       EngineOverloaded       the queue is full                          -> HTTP 429
       EngineStopped          the engine has been shut down              -> HTTP 503
+      TraceError             a recorded trace cannot be read
       CacheCorruption        a stored block failed verification
       KernelUnavailable      a forced implementation cannot run here
       InvariantViolation     a bug in Kvist; carries a state dump
@@ -85,6 +86,10 @@ class EngineOverloaded(EngineError):
 
 class EngineStopped(EngineError):
     """The engine was shut down before, or while, this request ran."""
+
+
+class TraceError(EngineError):
+    """A recorded trace is missing, malformed, or of an unknown format; the message has the line number."""
 
 
 class CacheCorruption(EngineError):
