@@ -10,9 +10,12 @@ nothing about requests, tensors or HTTP libraries.
         PromptTooLong        prompt (plus output) exceeds the context   -> HTTP 400, context_length_exceeded
         InvalidSamplingParams  a sampling value is out of its range     -> HTTP 400
         UnsupportedParameter   a parameter Kvist does not implement     -> HTTP 400
+        NotCached              a prefix to pin or retain is not computed -> HTTP 400
+        PinBudgetExceeded      pins would hold more than they may       -> HTTP 400
       EngineOverloaded       the queue is full                          -> HTTP 429
       DeadlineExceeded       the request's own time ran out           -> HTTP 504
       EngineStopped          the engine has been shut down              -> HTTP 503
+      TraceError             a recorded trace cannot be read
       CacheCorruption        a stored block failed verification
       KernelUnavailable      a forced implementation cannot run here
       InvariantViolation     a bug in Kvist; carries a state dump
@@ -71,6 +74,18 @@ class UnsupportedParameter(RequestError):
     code = "unsupported_parameter"
 
 
+class NotCached(RequestError):
+    """A prefix that was to be pinned or retained is not computed, or no longer; nothing changed."""
+
+    code = "not_cached"
+
+
+class PinBudgetExceeded(RequestError):
+    """Pins would hold more blocks than they may; the message has both numbers."""
+
+    code = "pin_budget_exceeded"
+
+
 class EngineOverloaded(EngineError):
     """The waiting queue is full.
 
@@ -90,6 +105,10 @@ class DeadlineExceeded(EngineError):
 
 class EngineStopped(EngineError):
     """The engine was shut down before, or while, this request ran."""
+
+
+class TraceError(EngineError):
+    """A recorded trace is missing, malformed, or of an unknown format; the message has the line number."""
 
 
 class CacheCorruption(EngineError):

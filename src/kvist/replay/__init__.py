@@ -1,0 +1,1 @@
+"""Recorded traces through the real control plane, without a model."""
