@@ -47,6 +47,8 @@ from kvist.sched.request import Request, RequestStatus
 from kvist.types import FinishReason
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvist.cache.lease import PrefixLease, PrefixMatch
     from kvist.cache.manager import CacheManager
     from kvist.sched.output import SampledToken, StepResult
@@ -175,6 +177,7 @@ class Scheduler:
         # By arrival, oldest first; at most max_running, so insertion into a list is cheap.
         self._running: list[Request] = []
         self._in_flight: _InFlight | None = None
+        self._num_parked = 0
         self._num_arrived = 0
         self._num_steps = 0
         self._num_scheduled_tokens = 0
@@ -258,6 +261,24 @@ class Scheduler:
         self._preempt(request)
         return True
 
+    def park(self, request: Request, on_unpark: Callable[[], None]) -> None:
+        """Leave a running request out of plans until ``unpark``.
+
+        It keeps its blocks, its place among the running and one position of each step's budget, as if it went on
+        decoding. A simulation parks a request for the steps in which it would only decode inside one block, and brings
+        it up to date in ``on_unpark``, which is called before a plan schedules the request or its blocks are released.
+        """
+        if request.status is RequestStatus.RUNNING and request.on_unpark is None:
+            request.on_unpark = on_unpark
+            self._num_parked += 1
+
+    def unpark(self, request: Request) -> None:
+        """Let plans schedule a parked request again; no effect on any other."""
+        if request.on_unpark is not None:
+            on_unpark, request.on_unpark = request.on_unpark, None
+            self._num_parked -= 1
+            on_unpark()
+
     def stats(self) -> SchedulerStats:
         """Return the counters."""
         return SchedulerStats(
@@ -275,7 +296,7 @@ class Scheduler:
     # ---- plan ----------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
-        """Return what to compute next; None when there is nothing to do.
+        """Return what to compute next; None when there is nothing to do, or only parked requests could go on.
 
         Mutates:
             Admits waiting requests, allocates blocks (evicting cached ones), preempts when the pool is exhausted.
@@ -290,11 +311,11 @@ class Scheduler:
             raise InvariantViolation(
                 f"[scheduler] step {self._in_flight.plan.step_index} must be applied before the next is planned"
             )
-        step = _Step(budget=self._max_batch_tokens)
+        step = _Step(budget=max(0, self._max_batch_tokens - self._num_parked))
         self._plan_running(step)
         self._plan_admissions(step)
         if not step.num_scheduled:
-            if self._requests:
+            if self._requests and not self._num_parked:
                 raise InvariantViolation(
                     f"[scheduler] nothing can go on: {self.stats()}, {self._manager.stats()}"
                 )
@@ -309,6 +330,8 @@ class Scheduler:
                 break
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted a moment ago, to make room for an older one
+            if request.on_unpark is not None:
+                continue
             num_tokens = min(request.num_uncomputed_tokens, step.budget)
             if self._make_room(request, request.num_computed_tokens + num_tokens, step):
                 step.schedule(request, num_tokens)
@@ -560,6 +583,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         """Give the blocks of a running request back; the only place where the scheduler does."""
+        self.unpark(request)
         self._manager.release(_lease_of(request))
         request.lease = None
         request.num_computed_tokens = 0
