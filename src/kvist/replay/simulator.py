@@ -7,9 +7,9 @@ One step is planned, takes its price (``cost``), and is applied; requests that a
 That alone would plan once for every token of the longest output. Two kinds of steps are not planned (*fast-forward*):
 
 1.  A sequence that only decodes inside one block changes nothing that anybody else can see: it allocates nothing and
-    publishes no full block, and nobody shares its output. It is *parked* (``Scheduler.park``) and counted in the price of
+    publishes no full block, and nobody shares its output. It is *asleep* (``Scheduler.sleep``) and counted in the price of
     every step and against the budget. It is planned again in the steps that matter: the first after its prompt, the one
-    that starts a block, the one that fills a block, its last one. Steps in which everybody is parked are one jump, which
+    that starts a block, the one that fills a block, its last one. Steps in which everybody is asleep are one jump, which
     ends where somebody wakes or a request arrives.
 2.  While one request prefills, nobody else is awake and nobody waits, its whole chunks are extended and committed
     one after another without planning.
@@ -17,10 +17,10 @@ That alone would plan once for every token of the longest output. Two kinds of s
 What differs from planning every step: nothing in what is cached, evicted, hit or preempted, nor in any time, as long as
 every running sequence gets its token in every step (``max_batch_tokens >= max_running``; otherwise all steps are
 planned). Counters of the scheduler that count plans (``num_steps``, ``num_deferred_admissions``) count fewer. A policy
-that looks at the tokens computed for a running request sees those of a parked one at most a block late.
+that looks at the tokens computed for a running request sees those of a sleeping one at most a block late.
 
 Invariants:
-    1. ``_num_attended`` is the sum over parked sequences of the positions that their next step attends to.
+    1. ``_num_attended`` is the sum over sleeping sequences of the positions that their next step attends to.
     2. Times are whole picoseconds, so a jump of n steps ends exactly where n steps would.
 """
 
@@ -162,9 +162,9 @@ class Simulator:
         self._live: dict[RequestId, SimulatedRequest] = {}
         self._now_ps = 0
         self._step = 0
-        # Parked sequences: (step to wake in, number, first step parked for, sequence); entries may be out of date.
+        # Sleeping sequences: (step to wake in, number, first step slept through, sequence); entries may be out of date.
         self._alarms: list[tuple[int, int, int, SimulatedRequest]] = []
-        self._num_parked = 0
+        self._num_asleep = 0
         self._num_attended = 0
         # Whether the last plan scheduled nothing and nothing has happened since that could change that.
         self._is_settled = False
@@ -261,7 +261,7 @@ class Simulator:
         """Let a planned step take its time, and apply it."""
         prices, timeline, live = self._prices, self.timeline, self._live
         duration = 0
-        num_decoding, num_attended = self._num_parked, self._num_attended
+        num_decoding, num_attended = self._num_asleep, self._num_attended
         samples: dict[RequestId, SampledToken] = {}
         for sequence in plan.sequences:
             num_tokens = len(sequence.token_ids)
@@ -292,19 +292,19 @@ class Simulator:
         self._prefilling = request
 
     def _pass(self, duration: int) -> None:
-        """Let one step of that duration go by, for the parked sequences too."""
+        """Let one step of that duration go by, for the sleeping sequences too."""
         timeline = self.timeline
         num_held = self.manager.num_held
         timeline.held_block_ps += num_held * duration
         timeline.max_held_blocks = max(timeline.max_held_blocks, num_held)
         timeline.busy_ps += duration
-        timeline.num_decode_tokens += self._num_parked
-        if self._num_parked:
+        timeline.num_decode_tokens += self._num_asleep
+        if self._num_asleep:
             timeline.gaps_ps.append(duration)
-            timeline.gap_counts.append(self._num_parked)
+            timeline.gap_counts.append(self._num_asleep)
         self._now_ps += duration
         self._step += 1
-        self._num_attended += self._num_parked
+        self._num_attended += self._num_asleep
         self._is_settled = False
 
     def _take(self, request: SimulatedRequest, update: RequestUpdate) -> None:
@@ -318,7 +318,7 @@ class Simulator:
         if update.finish_reason is not None:
             self._end(request, update)
         elif self._can_skip:
-            self._park(request)
+            self._put_to_sleep(request)
 
     def _end(self, request: SimulatedRequest, update: RequestUpdate) -> None:
         usage = update.usage
@@ -349,7 +349,7 @@ class Simulator:
 
     # ---- steps without a plan ------------------------------------------------------------------------------------
 
-    def _park(self, request: SimulatedRequest) -> None:
+    def _put_to_sleep(self, request: SimulatedRequest) -> None:
         """Leave a decoding sequence out of plans until the next step that matters (module docstring)."""
         size = self.manager.block_size
         # Of the position that its next step computes.
@@ -360,34 +360,34 @@ class Simulator:
         num_skipped = min(size - 1 - offset, num_left - 1)
         if num_skipped < 1:
             return
-        request.parked_step = self._step
-        self._num_parked += 1
+        request.asleep_since = self._step
+        self._num_asleep += 1
         self._num_attended += request.num_tokens
         entry = (self._step + num_skipped, request.number, self._step, request)
         heapq.heappush(self._alarms, entry)
-        self._scheduler.park(request, partial(self._catch_up, request))
+        self._scheduler.sleep(request, partial(self._catch_up, request))
 
     def _catch_up(self, request: SimulatedRequest) -> None:
-        """Do at once what a parked sequence did in the steps since; all of it inside a block that it has."""
-        num_steps = self._step - request.parked_step
-        request.parked_step = -1
+        """Do at once what a sleeping sequence did in the steps since; all of it inside a block that it has."""
+        num_steps = self._step - request.asleep_since
+        request.asleep_since = -1
         if num_steps:
             request.append_many(num_steps)
             num_computed = request.num_computed_tokens + num_steps
             self.manager.commit(_lease_of(request), request.chain, num_computed)
             _note_computed(request, num_computed)
             request.last_token_ps = self._now_ps
-        self._num_parked -= 1
+        self._num_asleep -= 1
         self._num_attended -= request.num_tokens
 
     def _wake(self) -> None:
         """Let the scheduler plan for the sequences that the coming step matters to."""
         alarms = self._alarms
         while alarms and alarms[0][0] <= self._step:
-            _, _, parked_step, request = heapq.heappop(alarms)
-            # A preempted sequence was unparked before, and maybe parked again later.
-            if request.parked_step == parked_step:
-                self._scheduler.unpark(request)
+            _, _, asleep_since, request = heapq.heappop(alarms)
+            # A preempted sequence was woken before, and maybe put to sleep again later.
+            if request.asleep_since == asleep_since:
+                self._scheduler.wake(request)
                 self._is_settled = False
 
     def _steps_to_wake(self) -> int:
@@ -395,14 +395,14 @@ class Simulator:
         return self._alarms[0][0] - self._step if self._alarms else 2**62
 
     def _skip_decoding(self) -> None:
-        """Let time pass while everybody is parked: until somebody wakes, or the end of the step somebody arrives in."""
-        num_parked = self._num_parked
-        if num_parked == 0 or not self._alarms:
+        """Let time pass while everybody is asleep: until somebody wakes, or the end of the step somebody arrives in."""
+        num_asleep = self._num_asleep
+        if num_asleep == 0 or not self._alarms:
             raise InvariantViolation(
                 f"[replay] nothing can go on at step {self._step}: {self._scheduler.stats()}"
             )
-        first = self._prices.step + self._prices.decode(num_parked, self._num_attended)
-        growth = self._prices.decode(0, num_parked)
+        first = self._prices.step + self._prices.decode(num_asleep, self._num_attended)
+        growth = self._prices.decode(0, num_asleep)
         num_steps = self._steps_to_wake()
         if self._next is not None and not self._is_closed_loop:
             left = self._next_ps - self._now_ps
@@ -411,18 +411,18 @@ class Simulator:
         duration = num_steps * first + growth * (num_steps * (num_steps - 1) // 2)
         if growth:
             timeline.gaps_ps.extend(range(first, first + growth * num_steps, growth))
-            timeline.gap_counts.extend([num_parked] * num_steps)
+            timeline.gap_counts.extend([num_asleep] * num_steps)
         else:
             timeline.gaps_ps.append(first)
-            timeline.gap_counts.append(num_parked * num_steps)
+            timeline.gap_counts.append(num_asleep * num_steps)
         num_held = self.manager.num_held
         timeline.held_block_ps += num_held * duration
         timeline.max_held_blocks = max(timeline.max_held_blocks, num_held)
         timeline.busy_ps += duration
-        timeline.num_decode_tokens += num_parked * num_steps
+        timeline.num_decode_tokens += num_asleep * num_steps
         self._now_ps += duration
         self._step += num_steps
-        self._num_attended += num_parked * num_steps
+        self._num_attended += num_asleep * num_steps
 
     def _skip_chunks(self) -> bool:
         """Compute whole chunks of the one prompt in progress, while they take the whole budget and nobody waits."""
@@ -431,9 +431,9 @@ class Simulator:
         if request is None or not self._can_skip:
             return False
         self._prefilling = None
-        if scheduler.num_waiting or scheduler.num_running - self._num_parked != 1:
+        if scheduler.num_waiting or scheduler.num_running - self._num_asleep != 1:
             return False
-        chunk = self._max_batch_tokens - self._num_parked
+        chunk = self._max_batch_tokens - self._num_asleep
         if chunk < 2 or request.lease is None:
             return False
         # One token at least is left for a planned step, which chooses the first output token.
@@ -444,7 +444,7 @@ class Simulator:
             if not self.manager.extend(request.lease, start + chunk):
                 raise InvariantViolation(f"[replay] a prompt outgrew its reservation: {request!r}")
             duration = self._prices.step + self._prices.prefill(start, chunk)
-            self._pass(duration + self._prices.decode(self._num_parked, self._num_attended))
+            self._pass(duration + self._prices.decode(self._num_asleep, self._num_attended))
             self.manager.commit(request.lease, request.chain, start + chunk)
             num_repeated = min(start + chunk, request.num_computed_before) - start
             self.timeline.num_recomputed_tokens += max(0, num_repeated)
@@ -465,7 +465,7 @@ _PARAMS: dict[int | None, SamplingParams] = {}
 
 
 def _lease_of(request: SimulatedRequest) -> PrefixLease:
-    assert request.lease is not None  # parked and prefilling requests run
+    assert request.lease is not None  # sleeping and prefilling requests run
     return request.lease
 
 

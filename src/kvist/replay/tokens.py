@@ -104,8 +104,8 @@ class SimulatedRequest(Request):
     """Beginning of the first step that computed something of it."""
     first_token_ps: int = -1
     last_token_ps: int = -1
-    parked_step: int = -1
-    """Index of the first step that it is parked for."""
+    asleep_since: int = -1
+    """Index of the first step that it sleeps through."""
 
     def __post_init__(self) -> None:
         self.token_ids = cast("list[TokenId]", _CountedTokens(len(self.prompt_token_ids)))

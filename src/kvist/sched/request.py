@@ -94,8 +94,8 @@ class Request:
     num_positions_computed: int = field(init=False, default=0)
     """All work done for this request, in token positions, repeated work included."""
     num_preemptions: int = field(init=False, default=0)
-    on_unpark: Callable[[], None] | None = field(init=False, default=None)
-    """Set while the request is parked (``Scheduler.park``); only while RUNNING."""
+    on_wake: Callable[[], None] | None = field(init=False, default=None)
+    """Set while the request sleeps (``Scheduler.sleep``); only while RUNNING."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)

@@ -177,7 +177,7 @@ class Scheduler:
         # By arrival, oldest first; at most max_running, so insertion into a list is cheap.
         self._running: list[Request] = []
         self._in_flight: _InFlight | None = None
-        self._num_parked = 0
+        self._num_asleep = 0
         self._num_arrived = 0
         self._num_steps = 0
         self._num_scheduled_tokens = 0
@@ -261,23 +261,23 @@ class Scheduler:
         self._preempt(request)
         return True
 
-    def park(self, request: Request, on_unpark: Callable[[], None]) -> None:
-        """Leave a running request out of plans until ``unpark``.
+    def sleep(self, request: Request, on_wake: Callable[[], None]) -> None:
+        """Leave a running request out of plans until ``wake``.
 
         It keeps its blocks, its place among the running and one position of each step's budget, as if it went on
-        decoding. A simulation parks a request for the steps in which it would only decode inside one block, and brings
-        it up to date in ``on_unpark``, which is called before a plan schedules the request or its blocks are released.
+        decoding. A simulation puts a request to sleep for the steps in which it would only decode inside one block, and brings
+        it up to date in ``on_wake``, which is called before a plan schedules the request or its blocks are released.
         """
-        if request.status is RequestStatus.RUNNING and request.on_unpark is None:
-            request.on_unpark = on_unpark
-            self._num_parked += 1
+        if request.status is RequestStatus.RUNNING and request.on_wake is None:
+            request.on_wake = on_wake
+            self._num_asleep += 1
 
-    def unpark(self, request: Request) -> None:
-        """Let plans schedule a parked request again; no effect on any other."""
-        if request.on_unpark is not None:
-            on_unpark, request.on_unpark = request.on_unpark, None
-            self._num_parked -= 1
-            on_unpark()
+    def wake(self, request: Request) -> None:
+        """Let plans schedule a sleeping request again; no effect on any other."""
+        if request.on_wake is not None:
+            on_wake, request.on_wake = request.on_wake, None
+            self._num_asleep -= 1
+            on_wake()
 
     def stats(self) -> SchedulerStats:
         """Return the counters."""
@@ -296,7 +296,7 @@ class Scheduler:
     # ---- plan ----------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
-        """Return what to compute next; None when there is nothing to do, or only parked requests could go on.
+        """Return what to compute next; None when there is nothing to do, or only sleeping requests could go on.
 
         Mutates:
             Admits waiting requests, allocates blocks (evicting cached ones), preempts when the pool is exhausted.
@@ -311,11 +311,11 @@ class Scheduler:
             raise InvariantViolation(
                 f"[scheduler] step {self._in_flight.plan.step_index} must be applied before the next is planned"
             )
-        step = _Step(budget=max(0, self._max_batch_tokens - self._num_parked))
+        step = _Step(budget=max(0, self._max_batch_tokens - self._num_asleep))
         self._plan_running(step)
         self._plan_admissions(step)
         if not step.num_scheduled:
-            if self._requests and not self._num_parked:
+            if self._requests and not self._num_asleep:
                 raise InvariantViolation(
                     f"[scheduler] nothing can go on: {self.stats()}, {self._manager.stats()}"
                 )
@@ -325,13 +325,12 @@ class Scheduler:
     def _plan_running(self, step: _Step) -> None:
         # One-token work first: an old request that recomputes a long sequence must not hold up everybody's next token.
         # The sort is stable, so within both halves the oldest goes first.
-        for request in sorted(self._running, key=lambda r: r.num_uncomputed_tokens > 1):
+        awake = [request for request in self._running if request.on_wake is None]
+        for request in sorted(awake, key=lambda r: r.num_uncomputed_tokens > 1):
             if step.budget == 0:
                 break
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted a moment ago, to make room for an older one
-            if request.on_unpark is not None:
-                continue
             num_tokens = min(request.num_uncomputed_tokens, step.budget)
             if self._make_room(request, request.num_computed_tokens + num_tokens, step):
                 step.schedule(request, num_tokens)
@@ -583,7 +582,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         """Give the blocks of a running request back; the only place where the scheduler does."""
-        self.unpark(request)
+        self.wake(request)
         self._manager.release(_lease_of(request))
         request.lease = None
         request.num_computed_tokens = 0
