@@ -15,11 +15,11 @@ Responsible for their definitions; STYLE's glossary has the terms. Knows neither
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import accumulate, repeat
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from kvist.errors import ConfigError
 from kvist.replay.cost import PS_PER_S
@@ -64,18 +64,16 @@ def percentiles(values: Sequence[float], counts: Sequence[int] | None = None) ->
         values: The samples.
         counts: How often each occurred; None: once.
     """
-    samples = np.asarray(values, dtype=np.float64)
-    weights = np.ones(len(samples), np.int64) if counts is None else np.asarray(counts, np.int64)
-    if len(samples) == 0:
+    weighted = sorted(zip(values, repeat(1) if counts is None else counts, strict=False))
+    if not weighted:
         return None
-    order = np.argsort(samples, kind="stable")
-    cumulative = np.cumsum(weights[order])
-    ranks = [-(-p * int(cumulative[-1]) // 100) for p in PERCENTILES]
-    places = np.searchsorted(cumulative, ranks)
+    cumulative = list(accumulate([count for _, count in weighted]))
+    num_samples = cumulative[-1]
     document: Document = {
-        f"p{p}": float(samples[order[place]]) for p, place in zip(PERCENTILES, places, strict=True)
+        f"p{p}": float(weighted[bisect_left(cumulative, -(-p * num_samples // 100))][0])
+        for p in PERCENTILES
     }
-    document["mean"] = float(np.average(samples, weights=weights))
+    document["mean"] = sum([value * count for value, count in weighted]) / num_samples
     return document
 
 
@@ -172,8 +170,7 @@ def _evictions(setting: Setting, stats: CacheStats) -> Document:
 
 
 def _seconds(durations_ps: Sequence[int]) -> Sequence[float]:
-    seconds: Sequence[float] = (np.asarray(durations_ps, dtype=np.float64) / PS_PER_S).tolist()
-    return seconds
+    return [duration / PS_PER_S for duration in durations_ps]
 
 
 def _share(part: float, whole: float) -> float:
