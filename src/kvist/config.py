@@ -65,7 +65,12 @@ class CacheConfig:
 class SchedulerConfig:
     """How requests share the engine."""
 
-    schedule: str = option("fcfs", "order of waiting requests", choices=("fcfs",))
+    schedule: str = option(
+        "fcfs",
+        "order of waiting requests",
+        choices=("fcfs", "shortest", "prefix", "fair", "static"),
+    )
+    max_overtakes: int = option(64, "later requests that may start before one that waits, at most")
     max_batch_tokens: int = option(512, "token positions computed in one step at most")
     max_running: int = option(64, "requests running at once at most")
     max_queue: int = option(1024, "requests waiting at most; more are refused with 429")
@@ -90,6 +95,7 @@ class EngineConfig:
         _check_at_least(self.scheduler.max_running, 1, "--max-running")
         _check_at_least(self.scheduler.max_queue, 1, "--max-queue")
         _check_at_least(self.scheduler.reserve_tokens, 1, "--reserve-tokens")
+        _check_at_least(self.scheduler.max_overtakes, 0, "--max-overtakes")
         if self.model.max_context is not None:
             _check_at_least(self.model.max_context, 2, "--max-context")
         if self.model.threads is not None:

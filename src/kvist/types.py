@@ -38,6 +38,8 @@ class FinishReason(Enum):
     """``max_tokens`` or the context limit was reached."""
     ABORT = "abort"
     """The client went away or cancelled."""
+    TIMEOUT = "timeout"
+    """The request's own deadline passed. On the wire "length": its output was cut by a limit that the client set."""
     ERROR = "error"
     """The engine could not continue; the stream raises the cause."""
 

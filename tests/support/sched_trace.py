@@ -15,8 +15,9 @@ from kvist.cache.manager import CacheManager
 from kvist.cache.namespaces import Namespace
 from kvist.sched.output import SampledToken, StepResult
 from kvist.sched.policy import Fcfs
+from kvist.sched.policy import get as policy_named
 from kvist.sched.request import Request, RequestStatus
-from kvist.sched.scheduler import RequestUpdate, Scheduler
+from kvist.sched.scheduler import DEFAULT_MAX_OVERTAKES, RequestUpdate, Scheduler
 from kvist.types import FinishReason, RequestId, SamplingParams, TokenId, TokenLogprobs, Usage
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 VOCAB_SIZE = 37
 """Small, so that prompts overlap and stop tokens are met."""
 EOS = frozenset({TokenId(0)})
+CUT_SHORT = (FinishReason.ABORT, FinishReason.TIMEOUT, FinishReason.ERROR)
+"""Ends from outside: the answer is the beginning of the whole one."""
 
 
 class WrongContents(AssertionError):
@@ -188,9 +191,12 @@ class Trace:
         max_queue: int = 10_000,
         max_context_len: int = 10_000,
         reserve_tokens: int = 8,
-        policy: SchedulingPolicy | None = None,
+        policy: SchedulingPolicy | str | None = None,
         keep_kv: bool = True,
+        max_overtakes: int = DEFAULT_MAX_OVERTAKES,
     ) -> None:
+        self.now_ns = 0
+        self.policy = policy_named(policy) if isinstance(policy, str) else policy or Fcfs()
         self.manager = CacheManager(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -204,8 +210,10 @@ class Trace:
             max_queue=max_queue,
             max_context_len=max_context_len,
             reserve_tokens=reserve_tokens,
-            policy=policy or Fcfs(),
+            policy=self.policy,
             keep_kv=keep_kv,
+            max_overtakes=max_overtakes,
+            clock=lambda: self.now_ns,
         )
         self.runner = FakeRunner(num_blocks, block_size)
         self.num_blocks = num_blocks
@@ -215,6 +223,11 @@ class Trace:
         self.max_tokens_in_all = min(max_context_len, num_blocks * block_size + 1)
         self.records: dict[RequestId, Record] = {}
         self.plans: list[StepPlan] = []
+        self.max_overtakes = max_overtakes
+        self.started: list[RequestId] = []
+        """Requests in the order in which they got blocks first."""
+        self.num_overtakes: dict[Request, int] = {}
+        """Of each that waits for the first time, counted by going through all of them after each plan."""
 
     def add(
         self,
@@ -225,6 +238,8 @@ class Trace:
         seed: int = 0,
         eos: frozenset[TokenId] = EOS,
         params: SamplingParams | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
         **sampling: object,
     ) -> Request:
         sampling.setdefault("temperature", 0.0)
@@ -235,8 +250,11 @@ class Trace:
             namespace=Namespace(model="fake", tenant=tenant),
             seed=seed,
             eos_token_ids=eos,
+            priority=priority,
+            deadline_s=deadline_s,
         )
         self.scheduler.add(request)
+        self.num_overtakes[request] = 0
         self.runner.expect(request)
         self.records[request.request_id] = Record(request)
         return request
@@ -247,10 +265,16 @@ class Trace:
         before_run: Callable[[], None] = lambda: None,
         before_apply: Callable[[], None] = lambda: None,
     ) -> StepPlan | None:
-        """Do one step; the callables act while it is in flight. None: there was nothing to do."""
+        """Do one step; the callables act while it is in flight. None: there was nothing to do, or nothing possible."""
+        for update in self.scheduler.take_ended():
+            self.take(update)
+        num_failed = self.scheduler.stats().num_failed_allocations
         plan = self.scheduler.plan()
+        self.count_overtakes()
         if plan is None:
-            assert not self.scheduler.has_work
+            has_failed = self.scheduler.stats().num_failed_allocations > num_failed
+            assert has_failed or not self.scheduler.has_work
+            self.check()
             return None
         assert 1 <= plan.num_batch_tokens <= self.max_batch_tokens
         assert self.scheduler.num_running <= self.max_running
@@ -262,6 +286,30 @@ class Trace:
         self.check()
         self.plans.append(plan)
         return plan
+
+    def count_overtakes(self) -> None:
+        """Count who started before whom in the last plan, as the queue promises to bound it, and check the bound."""
+        queue, lane = self.scheduler._queue, self.policy.lane
+        is_waiting = {r: r.status is RequestStatus.WAITING for r in self.num_overtakes}
+        starts = [
+            r
+            for r in self.num_overtakes
+            if not is_waiting[r] and (r.num_cached_tokens is not None)
+        ]
+        oldest: dict[object, Request] = {}
+        for request in self.num_overtakes:
+            oldest.setdefault(lane(request), request)
+        self.started += [r.request_id for r in starts]
+        for request, waits in is_waiting.items():
+            if not waits:
+                del self.num_overtakes[request]
+                continue
+            place = queue._places[request]
+            later = [r for r in starts if r.arrival_index > request.arrival_index]
+            counted = [r for r in later if lane(r) == lane(request) or oldest[lane(request)] is request]
+            if place.group is None:
+                self.num_overtakes[request] += len(counted)
+            assert self.num_overtakes[request] <= self.max_overtakes, request.request_id
 
     def take(self, update: RequestUpdate | None) -> None:
         if update is None:
@@ -284,7 +332,9 @@ class Trace:
     def drain(self, max_steps: int = 10_000) -> None:
         """Step until everything is answered."""
         for _ in range(max_steps):
-            if self.step() is None:
+            if self.step() is None and not self.scheduler.has_work:
+                for update in self.scheduler.take_ended():
+                    self.take(update)
                 return
         raise AssertionError(f"not done after {max_steps} steps: {self.scheduler.stats()}")
 
@@ -308,7 +358,7 @@ class Trace:
         for request_id, record in self.records.items():
             expected = unshared_answer(record.request, max_tokens_in_all=self.max_tokens_in_all)
             answer = tuple(record.token_ids)
-            if record.finish_reason is FinishReason.ABORT:
+            if record.finish_reason in CUT_SHORT:
                 assert answer == expected.token_ids[: len(answer)], request_id
             else:
                 assert answer == expected.token_ids, request_id

@@ -235,7 +235,11 @@ class CacheManager:
         lease.tip = match.nodes[-1] if hits else None
         if source is not None and copy is not None:
             lease.copy_source = source
-            self._append_blocks(lease, 1)
+            try:
+                self._append_blocks(lease, 1)
+            except MemoryError:
+                self.release(lease)
+                raise
             lease.pending_copy = BlockCopy(
                 source=source.block_id, target=lease.block_table[-1], num_tokens=copy.num_tokens
             )

@@ -6,12 +6,16 @@ Responsible for building the real cache manager and scheduler from them. Knows n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvist.cache.hash import KEY_BYTES, BlockHasher
 from kvist.cache.manager import CacheManager
 from kvist.errors import ConfigError
 from kvist.sched import policy
-from kvist.sched.scheduler import Scheduler
+from kvist.sched.scheduler import DEFAULT_MAX_OVERTAKES, Scheduler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +37,16 @@ class Setting:
     max_batch_tokens: int = 512
     max_running: int = 64
     max_queue: int = 1024
+    max_overtakes: int = DEFAULT_MAX_OVERTAKES
     max_context_len: int = 2**31
     reserve_tokens: int = 256
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
             value = getattr(self, name)
-            if isinstance(value, int) and value < 1:
-                raise ConfigError(f"[replay] {name} must be at least 1, received {value}")
+            least = 0 if name == "max_overtakes" else 1
+            if isinstance(value, int) and value < least:
+                raise ConfigError(f"[replay] {name} must be at least {least}, received {value}")
 
     def make_manager(self) -> CacheManager:
         """Return an empty cache. Its key is fixed: a replay must give the same result every time."""
@@ -50,8 +56,8 @@ class Setting:
             hasher=BlockHasher(bytes(KEY_BYTES)),
         )
 
-    def make_scheduler(self, manager: CacheManager) -> Scheduler:
-        """Return an idle scheduler on a cache."""
+    def make_scheduler(self, manager: CacheManager, clock: Callable[[], int]) -> Scheduler:
+        """Return an idle scheduler on a cache, with a clock in nanoseconds."""
         return Scheduler(
             manager,
             max_batch_tokens=self.max_batch_tokens,
@@ -59,5 +65,7 @@ class Setting:
             max_queue=self.max_queue,
             max_context_len=self.max_context_len,
             reserve_tokens=self.reserve_tokens,
+            max_overtakes=self.max_overtakes,
             policy=policy.get(self.schedule),
+            clock=clock,
         )

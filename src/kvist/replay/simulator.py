@@ -37,6 +37,7 @@ from kvist.cache.namespaces import Namespace
 from kvist.errors import ConfigError, EngineOverloaded, InvariantViolation, RequestError
 from kvist.replay.cost import PS_PER_S, StepPrices
 from kvist.replay.tokens import SimulatedRequest, own_token, prompt_of
+from kvist.sched import policy
 from kvist.sched.output import SampledToken, StepResult
 from kvist.types import RequestId, SamplingParams, TokenId
 
@@ -144,7 +145,8 @@ class Simulator:
         self, setting: Setting, *, cost: CostModel, load: Load, fast_forward: bool = True
     ) -> None:
         self.manager = setting.make_manager()
-        self._scheduler = setting.make_scheduler(self.manager)
+        self._now_ps = 0
+        self._scheduler = setting.make_scheduler(self.manager, lambda: self._now_ps // 1000)
         self._prices = StepPrices(cost)
         self._load = load
         self._max_batch_tokens = setting.max_batch_tokens
@@ -157,10 +159,10 @@ class Simulator:
         self._next: tuple[int, TraceRequest] | None = None
         # When it arrives; a closed loop's requests come when a client is idle, whatever the time.
         self._next_ps = 0
+        self._is_cache_aware = policy.get(setting.schedule).is_cache_aware
         self._is_closed_loop = load.concurrency is not None
         self._num_idle_clients = load.concurrency or 0
         self._live: dict[RequestId, SimulatedRequest] = {}
-        self._now_ps = 0
         self._step = 0
         # Sleeping sequences: (step to wake in, number, first step slept through, sequence); entries may be out of date.
         self._alarms: list[tuple[int, int, int, SimulatedRequest]] = []
@@ -199,7 +201,8 @@ class Simulator:
                 continue
             plan = None if self._is_settled else self._scheduler.plan()
             if plan is None:
-                self._is_settled = True
+                # Such a policy looks at some of the queue in each plan, so a plan may find what the one before did not.
+                self._is_settled = not (self._is_cache_aware and self._scheduler.num_waiting)
                 self._skip_decoding()
             else:
                 self._do(plan)
@@ -403,7 +406,7 @@ class Simulator:
             )
         first = self._prices.step + self._prices.decode(num_asleep, self._num_attended)
         growth = self._prices.decode(0, num_asleep)
-        num_steps = self._steps_to_wake()
+        num_steps = self._steps_to_wake() if self._is_settled else 1
         if self._next is not None and not self._is_closed_loop:
             left = self._next_ps - self._now_ps
             num_steps = min(num_steps, _steps_lasting(left, first, growth))

@@ -75,6 +75,10 @@ class Request:
     """Of this sequence; siblings of one client call have different ones."""
     eos_token_ids: frozenset[TokenId] = frozenset()
     """The model's own end-of-sequence ids."""
+    priority: int = 0
+    """Lower goes first."""
+    deadline_s: float | None = None
+    """Seconds after its arrival at which it ends, wherever it stands; None: never."""
 
     # Everything below is written by the scheduler only.
     token_ids: list[TokenId] = field(init=False)
@@ -82,9 +86,15 @@ class Request:
     status: RequestStatus = field(init=False, default=RequestStatus.WAITING)
     arrival_index: int = field(init=False, default=-1)
     """Order of arrival, from 0; kept through preemption, so an old request stays old."""
+    arrival_ns: int = field(init=False, default=0)
+    """When it arrived, on the scheduler's clock."""
+    num_expected_hit_tokens: int = field(init=False, default=0)
+    """While it waits under a policy that looks at the cache: what the cache held of it when it was asked last."""
     chain: TokenChain = field(init=False)
     """The same tokens with their block identities; set by ``Scheduler.add``."""
     lease: PrefixLease | None = field(init=False, default=None)
+    num_queued_tokens: int = field(init=False, default=0)
+    """While it waits: positions it is expected to need, as counted for the clients that are told to come back."""
     num_computed_tokens: int = field(init=False, default=0)
     """Leading positions whose K and V are present now."""
     num_computed_before: int = field(init=False, default=0)
@@ -96,6 +106,8 @@ class Request:
     num_preemptions: int = field(init=False, default=0)
     on_wake: Callable[[], None] | None = field(init=False, default=None)
     """Set while the request sleeps (``Scheduler.sleep``); only while RUNNING."""
+    num_tokens_at_preemption: int = field(init=False, default=0)
+    """``num_tokens`` when it was preempted last; 0 before."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
@@ -117,8 +129,20 @@ class Request:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Positions still to compute before the next token can be chosen."""
+        """Positions still to compute before the next token can be chosen; 0 while it sleeps."""
+        if self.on_wake is not None:
+            return 0
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_expected_prefill_tokens(self) -> int:
+        """While it waits: positions to compute before the next token, if the cache holds what it held."""
+        return len(self.token_ids) - self.num_expected_hit_tokens
+
+    @property
+    def has_progressed(self) -> bool:
+        """Whether it produced a token since it was preempted last, or never was."""
+        return len(self.token_ids) > self.num_tokens_at_preemption
 
     @property
     def output_token_ids(self) -> tuple[TokenId, ...]:

@@ -1,7 +1,7 @@
 """Which token positions are computed in the next step, and what becomes of the results.
 
-Responsible for admission, the step budget, preemption and the end of each sequence. Knows no tensors, no text and no
-clock; which block holds what is the cache manager's affair.
+Responsible for admission, the step budget, preemption, deadlines and the end of each sequence. Knows no tensors and no
+text; which block holds what is the cache manager's affair, who stands before whom that of ``policy`` and ``queue``.
 
 There are no phases: every running request has ``num_computed_tokens`` that catches up with ``num_tokens``. A long
 prompt, a chunk of it, the next token, a prompt found in the cache and a preempted sequence are the same arithmetic.
@@ -11,9 +11,29 @@ Invariants:
        ``plan`` refuses to run while a step is in flight.
     2. Of a running request, blocks cover at most ``footprint`` positions, all reserved at admission, unless it set no
        ``max_tokens``; only such a request can find the pool empty while it grows.
-    3. The running request that arrived first always goes on: everybody else is preempted before it is, and alone it
-       fits, since a request may not grow past the pool (``_max_tokens_of``).
+    3. The running request that arrived first is never preempted for memory.
     4. Copies once planned stay in the plan, whatever becomes of their request.
+
+Why everybody ends. A running request needs no new block for the next token after its admission (inv. 2; without
+``max_tokens`` at least one output is reserved). When it needs one later and there is none, somebody is preempted or it
+pauses, and then somebody else goes on (``preemption.choose_victim``). Nobody is preempted twice without a token in
+between, and outputs are bounded, so preemptions are. The oldest is never a victim and fits alone, since a request may not
+grow past the pool (``_max_tokens_of``). While somebody pauses nobody is admitted; preempted requests resume before new
+ones, oldest first; and among new ones the queue bounds how often one is overtaken. So the oldest of all ends, and then
+the next.
+
+How a step's positions are shared out, so that a long prompt holds up nobody for more than a step:
+
+    1. next tokens      every running request that lacks one position only
+    2. prompts begun    shortest rest first; each but the longest may take half of what is left. While requests wait, this
+                        is half of the step only
+    3. prompts to begin in the queue's order. One that fits into what is left is computed whole. A longer one is begun
+                        when no other is under way or all of those are at least twice as long; while more requests wait
+                        it gets half of what is left. Others are looked past, which the bound on overtakes counts
+    4. what is left     to prompts begun, oldest first
+
+So a step is as full as without sharing, and of the requests that lack at most a quarter of what the next tokens leave,
+the first starts in the next step that has a place and the memory for it, whatever long prompts run or stand before it.
 
 Why ``finish`` and ``preempt`` are safe between ``plan`` and ``apply``: they release the blocks at once, although the
 step in flight still writes the positions planned for the request.
@@ -31,19 +51,26 @@ head that was published by the release holds what it should before anybody reads
 from __future__ import annotations
 
 import bisect
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvist.cache.pending import pending_key
 from kvist.errors import (
     ConfigError,
     EngineOverloaded,
     InvariantViolation,
     PromptTooLong,
     RequestError,
+    UnsupportedParameter,
 )
+from kvist.sched.deadlines import Deadlines
 from kvist.sched.output import SampleSpec, ScheduledSequence, StepPlan
-from kvist.sched.queue import WaitingQueue
+from kvist.sched.preemption import choose_victim
+from kvist.sched.queue import ParkedGroup, WaitingQueue
+from kvist.sched.report import RequestRow, RequestUpdate, SchedulerStats
 from kvist.sched.request import Request, RequestStatus
+from kvist.sched.throughput import Throughput
 from kvist.types import FinishReason
 
 if TYPE_CHECKING:
@@ -53,51 +80,19 @@ if TYPE_CHECKING:
     from kvist.cache.manager import CacheManager
     from kvist.sched.output import SampledToken, StepResult
     from kvist.sched.policy import SchedulingPolicy
-    from kvist.types import BlockCopy, RequestId, TokenId, TokenLogprobs, Usage
+    from kvist.types import BlockCopy, RequestId, TokenId
 
-RETRY_AFTER_S = 1.0
-"""What a refused client is told to wait: long enough not to hammer, short against any queue that is full."""
+__all__ = ["DEFAULT_MAX_OVERTAKES", "RequestRow", "RequestUpdate", "Scheduler", "SchedulerStats"]
 
+DEFAULT_MAX_OVERTAKES = 64
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestUpdate:
-    """What one step, or a call to ``finish``, changed for one request."""
-
-    request_id: RequestId
-    token_ids: tuple[TokenId, ...]
-    """New output tokens, the one that ended the sequence included."""
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    """One per new token when asked for, else empty."""
-    finish_reason: FinishReason | None = None
-    """Set on the last update of the request."""
-    stop_token_id: int | None = None
-    """The one of ``params.stop_token_ids`` that ended it, if one did."""
-    usage: Usage
-    """Up to and including this update."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerStats:
-    """Counters since the scheduler was made, and two gauges. The same trace gives the same numbers."""
-
-    num_steps: int
-    """Plans made."""
-    num_scheduled_tokens: int
-    """Token positions in those plans."""
-    num_recomputed_tokens: int
-    """Of num_scheduled_tokens: those that had been computed, or found in the cache, for the same request before."""
-    num_finished: int
-    """Requests that ended, for whatever reason."""
-    num_preemptions: int
-    """Times a running request lost its blocks."""
-    num_deferred_admissions: int
-    """Times an admission was put off because another request was computing the very block."""
-    num_dropped_results: int
-    """Planned sequences whose request was finished or preempted while the step was in flight."""
-    num_running: int
-    """Now."""
-    num_waiting: int
-    """Now; deferred and preempted requests included."""
+MAX_SKIPPED = 8
+"""Requests looked past in one plan because they do not fit: each costs a lookup, ~0.1 ms for a prompt of 4,096 tokens."""
+MAX_REORDERED = 16
+"""Requests whose place is worked out anew in one plan, for the same reason."""
+MAX_FAILED_PLANS = 8
+"""Plans in a row in which blocks that must be there could not be had, and nothing else was possible, before the request
+that stands first is refused."""
 
 
 @dataclass(slots=True)
@@ -108,13 +103,20 @@ class _Step:
     """Token positions left."""
     copies: list[BlockCopy] = field(default_factory=list)
     num_scheduled: dict[Request, int] = field(default_factory=dict)
+    paused: set[Request] = field(default_factory=set)
+    """Running requests that cannot have a block now."""
+    has_failed_allocation: bool = False
 
     def schedule(self, request: Request, num_tokens: int) -> None:
-        self.num_scheduled[request] = num_tokens
+        self.num_scheduled[request] = self.num_scheduled.get(request, 0) + num_tokens
         self.budget -= num_tokens
 
     def drop(self, request: Request) -> None:
         self.budget += self.num_scheduled.pop(request, 0)
+
+    def num_left(self, request: Request) -> int:
+        """Return the positions that a request lacks after this step."""
+        return request.num_uncomputed_tokens - self.num_scheduled.get(request, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,7 @@ class _InFlight:
 
     plan: StepPlan
     requests: tuple[Request, ...]
+    started_ns: int
 
 
 class Scheduler:
@@ -141,6 +144,8 @@ class Scheduler:
         policy: Order of admission.
         keep_kv: False forgets K and V after each token and recomputes the whole sequence for the next, to show what a
             KV cache is worth. Needs a manager without prefix cache.
+        max_overtakes: Later requests that may start before one that waits, >= 0 (``queue``, inv. 1 and 2).
+        clock: Monotonic nanoseconds; for deadlines and throughput, and without influence on what is planned otherwise.
 
     Raises:
         ConfigError: ``keep_kv`` is False and the manager shares prefixes.
@@ -157,6 +162,8 @@ class Scheduler:
         reserve_tokens: int,
         policy: SchedulingPolicy,
         keep_kv: bool = True,
+        max_overtakes: int = DEFAULT_MAX_OVERTAKES,
+        clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         if not keep_kv and manager.prefix_cache:
             raise ConfigError(
@@ -172,19 +179,33 @@ class Scheduler:
         self._policy = policy
         self._keep_kv = keep_kv
 
+        self._clock = clock
+
         self._requests: dict[RequestId, Request] = {}
-        self._queue = WaitingQueue()
+        self._queue = WaitingQueue(policy, max_overtakes)
         # By arrival, oldest first; at most max_running, so insertion into a list is cheap.
         self._running: list[Request] = []
         self._in_flight: _InFlight | None = None
         self._num_asleep = 0
+        self._deadlines = Deadlines()
+        self._throughput = Throughput()
+        # Last updates of requests that ended outside a step, until somebody takes them.
+        self._ended: list[RequestUpdate] = []
+        self._is_batch_open = False
+        self._num_failed_plans = 0
         self._num_arrived = 0
+        self._num_waiting_tokens = 0
         self._num_steps = 0
         self._num_scheduled_tokens = 0
         self._num_recomputed_tokens = 0
         self._num_finished = 0
+        self._num_timeouts = 0
+        self._num_refused = 0
         self._num_preemptions = 0
+        self._num_pauses = 0
+        self._num_failed_allocations = 0
         self._num_deferred_admissions = 0
+        self._num_lookups = 0
         self._num_dropped_results = 0
 
     # ---- requests in and out -------------------------------------------------------------------------------------
@@ -209,10 +230,17 @@ class Scheduler:
 
         Raises:
             RequestError: The prompt is empty, or the id is that of a request in progress.
+            UnsupportedParameter: It has a priority, and the policy knows none.
             PromptTooLong: The sequence cannot fit the context or the whole pool.
-            EngineOverloaded: The queue is full.
+            EngineOverloaded: The queue is full, or there is no memory left to take the request down.
         """
         self._check_fits(request)
+        if request.priority and self._policy.is_batched:
+            raise UnsupportedParameter(
+                f"[scheduler] --schedule {self._policy.name} starts requests in order of arrival, received "
+                f"priority={request.priority}; leave it out, or start the engine with another --schedule",
+                param="priority",
+            )
         if request.request_id in self._requests:
             raise RequestError(
                 f"[scheduler] request ids must be unique, received {request.request_id!r}, which is in progress",
@@ -222,12 +250,25 @@ class Scheduler:
             raise EngineOverloaded(
                 f"[scheduler] {len(self._queue)} requests are waiting, max_queue={self._max_queue}; "
                 "retry later or raise --max-queue",
-                retry_after_s=RETRY_AFTER_S,
+                retry_after_s=self.retry_after_s(),
             )
+        try:
+            request.chain = self._manager.new_chain(request.namespace, request.prompt_token_ids)
+            if self._policy.is_cache_aware:
+                self._look_up_hits(request)
+        except MemoryError:
+            raise EngineOverloaded(
+                f"[scheduler] no memory is left for the tokens of the prompt ({request.num_prompt_tokens}); "
+                "retry later",
+                retry_after_s=self.retry_after_s(),
+            ) from None
         request.arrival_index = self._num_arrived
-        request.chain = self._manager.new_chain(request.namespace, request.prompt_token_ids)
+        request.arrival_ns = self._clock()
         self._num_arrived += 1
         self._requests[request.request_id] = request
+        if request.deadline_s is not None:
+            self._deadlines.add(request, request.arrival_ns + int(request.deadline_s * 1e9))
+        self._policy.arrive(request)
         self._enqueue(request)
 
     def finish(self, request_id: RequestId, reason: FinishReason) -> RequestUpdate | None:
@@ -245,6 +286,37 @@ class Scheduler:
         return RequestUpdate(
             request_id=request_id, token_ids=(), finish_reason=reason, usage=request.usage()
         )
+
+    def take_ended(self) -> tuple[RequestUpdate, ...]:
+        """End requests whose deadline has passed; return the last updates of those that ended outside a step.
+
+        To be called between steps. An update of this kind has no tokens; its ``finish_reason`` is TIMEOUT, or ERROR when
+        memory for the request could not be allocated (``MAX_FAILED_PLANS``).
+
+        Mutates:
+            Releases their blocks.
+
+        Complexity: O(log requests) for each that has ended, else O(1).
+        """
+        for request in self._deadlines.take_expired(self._clock()):
+            self._num_timeouts += 1
+            self._end(request, FinishReason.TIMEOUT)
+        ended, self._ended = tuple(self._ended), []
+        return ended
+
+    def retry_after_s(self) -> float:
+        """Return in how many seconds the waiting requests will have been computed, as fast as the last steps were.
+
+        Within [1, 60]; 1 before the first step.
+        """
+        return self._throughput.retry_after_s(self._num_waiting_tokens)
+
+    def snapshot(self) -> tuple[RequestRow, ...]:
+        """Return where each request stands, in order of arrival. O(requests log requests)."""
+        now_ns = self._clock()
+        overtakes = self._queue.overtakes()
+        requests = sorted(self._requests.values(), key=_by_arrival)
+        return tuple(self._row(request, now_ns, overtakes.get(request, 0)) for request in requests)
 
     def preempt(self, request_id: RequestId) -> bool:
         """Take a running request's blocks away; it resumes before any new one, and recomputes what is not cached.
@@ -265,8 +337,8 @@ class Scheduler:
         """Leave a running request out of plans until ``wake``.
 
         It keeps its blocks, its place among the running and one position of each step's budget, as if it went on
-        decoding. A simulation puts a request to sleep for the steps in which it would only decode inside one block, and brings
-        it up to date in ``on_wake``, which is called before a plan schedules the request or its blocks are released.
+        decoding. A simulation puts a request to sleep for the steps in which it would only decode inside one block, and
+        brings it up to date in ``on_wake``, which is called before a plan schedules it or its blocks are released.
         """
         if request.status is RequestStatus.RUNNING and request.on_wake is None:
             request.on_wake = on_wake
@@ -277,7 +349,9 @@ class Scheduler:
         if request.on_wake is not None:
             on_wake, request.on_wake = request.on_wake, None
             self._num_asleep -= 1
+            num_tokens = request.num_tokens
             on_wake()
+            self._policy.charge(request, request.num_tokens - num_tokens)
 
     def stats(self) -> SchedulerStats:
         """Return the counters."""
@@ -286,17 +360,26 @@ class Scheduler:
             num_scheduled_tokens=self._num_scheduled_tokens,
             num_recomputed_tokens=self._num_recomputed_tokens,
             num_finished=self._num_finished,
+            num_timeouts=self._num_timeouts,
+            num_refused=self._num_refused,
             num_preemptions=self._num_preemptions,
+            num_pauses=self._num_pauses,
+            num_failed_allocations=self._num_failed_allocations,
             num_deferred_admissions=self._num_deferred_admissions,
+            num_lookups=self._num_lookups,
             num_dropped_results=self._num_dropped_results,
             num_running=len(self._running),
             num_waiting=len(self._queue),
+            num_waiting_tokens=self._num_waiting_tokens,
         )
 
     # ---- plan ----------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
-        """Return what to compute next; None when there is nothing to do, or only sleeping requests could go on.
+        """Return what to compute next; None when there is nothing to do, or nothing possible just now.
+
+        The latter happens while only sleeping requests could go on, or when blocks that must be there could not be had; after MAX_FAILED_PLANS such plans in a row
+        the request that stands first is refused (``take_ended``).
 
         Mutates:
             Admits waiting requests, allocates blocks (evicting cached ones), preempts when the pool is exhausted.
@@ -305,97 +388,279 @@ class Scheduler:
             InvariantViolation: The last plan was not applied, or requests wait and none can ever go on.
 
         Complexity:
-            O(running log running + scheduled blocks), and one prefix lookup for each request admitted or deferred.
+            O(running log running + scheduled blocks), and prefix lookups: one for each request admitted, one for each
+            block in flight that others wait for, at most MAX_SKIPPED for requests that do not fit, and under a policy that
+            looks at the cache at most 2 * MAX_REORDERED more. None of it grows with the length of the queue.
         """
         if self._in_flight is not None:
             raise InvariantViolation(
                 f"[scheduler] step {self._in_flight.plan.step_index} must be applied before the next is planned"
             )
+        started_ns = self._clock()
         step = _Step(budget=max(0, self._max_batch_tokens - self._num_asleep))
-        self._plan_running(step)
+        self._plan_next_tokens(step)
+        self._plan_prompts_begun(step)
         self._plan_admissions(step)
+        self._plan_rest(step)
+        self._num_pauses += len(step.paused)
+        self._num_failed_allocations += step.has_failed_allocation
         if not step.num_scheduled:
             if self._requests and not self._num_asleep:
-                raise InvariantViolation(
-                    f"[scheduler] nothing can go on: {self.stats()}, {self._manager.stats()}"
-                )
+                self._give_up_or_retry(step)
             return None
-        return self._hand_out(step)
+        self._num_failed_plans = 0
+        return self._hand_out(step, started_ns)
 
-    def _plan_running(self, step: _Step) -> None:
-        # One-token work first: an old request that recomputes a long sequence must not hold up everybody's next token.
-        # The sort is stable, so within both halves the oldest goes first.
-        awake = [request for request in self._running if request.on_wake is None]
-        for request in sorted(awake, key=lambda r: r.num_uncomputed_tokens > 1):
+    def _plan_next_tokens(self, step: _Step) -> None:
+        for request in [r for r in self._running if r.num_uncomputed_tokens == 1]:
             if step.budget == 0:
-                break
-            if request.status is not RequestStatus.RUNNING:
-                continue  # preempted a moment ago, to make room for an older one
-            num_tokens = min(request.num_uncomputed_tokens, step.budget)
-            if self._make_room(request, request.num_computed_tokens + num_tokens, step):
-                step.schedule(request, num_tokens)
+                return
+            self._compute(request, 1, step)
+
+    def _plan_prompts_begun(self, step: _Step) -> None:
+        begun = sorted(
+            (r for r in self._running if r.num_uncomputed_tokens > 1),
+            key=lambda r: r.num_uncomputed_tokens,
+        )
+        budget = step.budget - (step.budget // 2 if self._can_admit(step) else 0)
+        for index, request in enumerate(begun):
+            # The longest gets what the shorter ones leave, which is half at least: it is never stopped by them.
+            share = budget if index == len(begun) - 1 else budget // 2
+            num_tokens = min(request.num_uncomputed_tokens, share)
+            if num_tokens and self._compute(request, num_tokens, step):
+                budget -= num_tokens
+
+    def _plan_rest(self, step: _Step) -> None:
+        for request in self._running.copy():
+            if step.budget == 0:
+                return
+            num_left = step.num_left(request)
+            if num_left and request not in step.paused:
+                self._compute(request, min(num_left, step.budget), step)
+
+    def _compute(self, request: Request, num_tokens: int, step: _Step) -> bool:
+        """Schedule so many positions more of a running request; False when it gets no block for them in this step."""
+        if request.status is not RequestStatus.RUNNING:
+            return False  # preempted a moment ago
+        position = (
+            request.num_computed_tokens + step.num_scheduled.get(request, 0) + num_tokens
+        )
+        if not self._make_room(request, position, step):
+            return False
+        step.schedule(request, num_tokens)
+        return True
 
     def _make_room(self, request: Request, num_positions: int, step: _Step) -> bool:
-        """Cover ``num_positions`` by blocks, at the cost of younger requests; False when it had to give way itself."""
-        while not self._manager.extend(_lease_of(request), num_positions):
-            victim = self._running[-1]
+        """Cover positions by blocks, at the cost of others; False when the request pauses or gave way itself."""
+        lease = _lease_of(request)
+        while not self._extend(lease, num_positions):
+            num_new = self._manager.num_blocks_for(num_positions) - len(lease.block_table)
+            victim = None
+            if num_new - lease.num_reserved_blocks <= self._manager.num_available:
+                step.has_failed_allocation = True
+            else:
+                victim = choose_victim(request, self._running, self._manager.block_size)
+            if victim is None:
+                step.paused.add(request)
+                return False
             # The victim may be in this plan already; its copies stay there (inv. 4), its positions do not.
             step.drop(victim)
+            step.paused.discard(victim)
             self._preempt(victim)
             if victim is request:
                 return False
         return True
 
-    def _plan_admissions(self, step: _Step) -> None:
-        """Start waiting requests in order until one does not fit.
+    # ---- admission -----------------------------------------------------------------------------------------------
 
-        One that does not fit blocks all behind it: letting smaller ones pass would starve it. One whose next block is
-        being computed by a running request is set aside instead, since it needs no room yet.
+    def _can_admit(self, step: _Step) -> bool:
+        """Return whether a waiting request could start in this step as far as anything but its own size goes."""
+        return bool(
+            len(self._queue) > self._queue.num_parked
+            and len(self._running) < self._max_running
+            and not step.paused
+            and (not self._policy.is_batched or not self._running or self._is_batch_open)
+        )
+
+    def _plan_admissions(self, step: _Step) -> None:
+        """Start waiting requests in the queue's order, as far as memory and the step's positions go.
+
+        One whose next block is being computed by a running request is parked instead, since it needs no room yet. Parked
+        requests are asked anew in each plan, one for each such block, instead of waiting for a signal from the computing
+        request: no way of losing that one (abort, preemption, eviction of its blocks) can leave anybody waiting for ever.
         """
-        deferred = []
-        while step.budget > 0 and len(self._running) < self._max_running:
-            request = self._queue.peek()
-            if request is None:
-                break
+        if not len(self._queue):
+            return
+        self._wake_parked()
+        self._reorder_stale()
+        if not self._running:
+            self._is_batch_open = True
+        if self._can_admit(step):
+            self._is_batch_open = self._admit_in_order(step)
+        self._queue.restore()
+        self._num_deferred_admissions += self._queue.num_parked
+
+    def _admit_in_order(self, step: _Step) -> bool:
+        """Start requests until one stops those behind it; return whether the batch may go on growing."""
+        num_skipped = num_reordered = 0
+        while num_skipped < MAX_SKIPPED and len(self._running) < self._max_running:
+            candidate = None if self._is_used_up(step) else self._queue.peek()
+            if candidate is None:
+                return self._queue.num_parked > 0
+            request, is_urgent = candidate
+            if self._join_parked(request):
+                continue
             # The last token is always computed, since its logits choose the next one.
             match = self._manager.lookup(request.chain, request.num_tokens - 1)
+            self._num_lookups += 1
             if match.pending:
-                self._queue.remove(request)
-                deferred.append(request)
-            elif not self._admit(request, match, step):
-                break
-        # Back at once and asked anew in the next plan, instead of waiting for a signal from the computing request: no
-        # way of losing that one (abort, preemption, eviction of its blocks) can leave anybody waiting for ever. Budget
-        # was left over when they were set aside, so this very step computes what they wait for.
-        for request in deferred:
-            self._enqueue(request)
-        self._num_deferred_admissions += len(deferred)
+                self._queue.park(request, _group_of(request, match))
+                continue
+            if not is_urgent and num_reordered < MAX_REORDERED and self._has_lost_hits(request, match):
+                num_reordered += 1
+                continue
+            num_tokens = self._first_chunk(request, match, step, is_urgent=is_urgent)
+            if num_tokens is None:
+                self._queue.set_aside(request)
+                num_skipped += 1
+            elif not self._admit(request, match, num_tokens, step):
+                if is_urgent or not self._policy.can_pass:
+                    return False
+                self._queue.set_aside(request)
+                num_skipped += 1
+        return False
 
-    def _admit(self, request: Request, match: PrefixMatch, step: _Step) -> bool:
+    def _is_used_up(self, step: _Step) -> bool:
+        # A batch takes what the memory holds, whenever the prompts are computed.
+        return step.budget == 0 and not self._policy.is_batched
+
+    def _first_chunk(
+        self, request: Request, match: PrefixMatch, step: _Step, *, is_urgent: bool
+    ) -> int | None:
+        """Return the positions to compute of a request that starts now; None: it should not start now."""
+        num_tokens = request.num_tokens - match.num_hit_tokens
+        if num_tokens <= step.budget or self._policy.is_batched:
+            return min(num_tokens, step.budget)
+        num_left = min((left for r in self._running if (left := step.num_left(r)) > 0), default=None)
+        if not is_urgent and num_left is not None and 2 * num_tokens > num_left:
+            return None
+        has_others = len(self._queue) - self._queue.num_parked > 1
+        return (step.budget + 1) // 2 if has_others else step.budget
+
+    def _admit(
+        self, request: Request, match: PrefixMatch, num_tokens: int, step: _Step
+    ) -> bool:
         """Start a request if its whole footprint fits; False means not now."""
-        lease = self._manager.admit(match, request.chain, self._footprint(request))
+        lease = self._allocate(request, match, step)
         if lease is None:
             return False
-        self._queue.remove(request)
+        num_tokens = min(request.num_tokens - lease.num_computed_tokens, num_tokens)
+        if not self._extend(lease, lease.num_computed_tokens + num_tokens):
+            step.has_failed_allocation = True
+            self._manager.release(lease)
+            return False
+        self._dequeue(request, is_start=True)
         request.move_to(RequestStatus.RUNNING)
         request.lease = lease
         request.num_computed_tokens = lease.num_computed_tokens
         if request.num_cached_tokens is None:
             request.num_cached_tokens = lease.num_computed_tokens
+            self._policy.charge(request, request.num_uncomputed_tokens)
         request.num_computed_before = max(request.num_computed_before, lease.num_computed_tokens)
         bisect.insort(self._running, request, key=_by_arrival)
         if lease.pending_copy is not None:
             step.copies.append(lease.pending_copy)
-        num_tokens = min(request.num_uncomputed_tokens, step.budget)
-        if not self._manager.extend(lease, request.num_computed_tokens + num_tokens):
-            raise InvariantViolation(
-                f"[scheduler] {request.request_id} was admitted with {self._footprint(request)} positions reserved, "
-                f"and {request.num_computed_tokens + num_tokens} were refused: {self._manager.stats()}"
-            )
-        step.schedule(request, num_tokens)
+        if num_tokens:
+            step.schedule(request, num_tokens)
         return True
 
-    def _hand_out(self, step: _Step) -> StepPlan:
+    def _allocate(self, request: Request, match: PrefixMatch, step: _Step) -> PrefixLease | None:
+        try:
+            lease = self._manager.admit(match, request.chain, self._footprint(request))
+        except MemoryError:
+            lease = None
+            step.has_failed_allocation = True
+        if lease is None and not self._running:
+            step.has_failed_allocation = True  # alone it fits, or it would not have been accepted
+        return lease
+
+    def _extend(self, lease: PrefixLease, num_positions: int) -> bool:
+        try:
+            return self._manager.extend(lease, num_positions)
+        except MemoryError:
+            return False
+
+    def _give_up_or_retry(self, step: _Step) -> None:
+        """Refuse the request that stands first after too many plans in which blocks could not be had."""
+        if not step.has_failed_allocation:
+            raise InvariantViolation(
+                f"[scheduler] nothing can go on: {self.stats()}, {self._manager.stats()}"
+            )
+        self._num_failed_plans += 1
+        if self._num_failed_plans < MAX_FAILED_PLANS:
+            return
+        self._num_failed_plans = 0
+        candidate = None if self._running else self._queue.peek()
+        request = self._running[0] if candidate is None else candidate.request
+        self._num_refused += 1
+        self._end(request, FinishReason.ERROR)
+
+    # ---- the queue and the cache ---------------------------------------------------------------------------------
+
+    def _join_parked(self, request: Request) -> bool:
+        """Park a request if it waits for a block that others are known to wait for; saves a lookup for each."""
+        for group in self._queue.groups:
+            if _waits_for(request, group):
+                self._queue.park(request, group)
+                return True
+        return False
+
+    def _wake_parked(self) -> None:
+        """Ask for one request of each group whether its block is still being computed."""
+        for group in self._queue.groups:
+            first = next(self._queue.parked(group))
+            match = self._manager.match(first.chain, first.num_tokens - 1)
+            self._num_lookups += 1
+            next_group = _group_of(first, match) if match.pending else None
+            if next_group == group:
+                continue
+            requests = tuple(self._queue.parked(group))
+            self._queue.unpark(group)
+            if next_group is None:
+                continue
+            # The computing request goes on: whoever needs the next block too need not be looked up one by one.
+            for request in requests:
+                if _waits_for(request, next_group):
+                    self._queue.park(request, next_group)
+
+    def _reorder_stale(self) -> None:
+        """Bring some keys up to date with the blocks published since."""
+        for _ in range(MAX_REORDERED):
+            request = self._queue.take_stale()
+            if request is None:
+                return
+            if self._look_up_hits(request):
+                self._queue.rekey(request)
+
+    def _look_up_hits(self, request: Request) -> bool:
+        """Note what the cache holds of a request; return whether that is news."""
+        match = self._manager.match(request.chain, request.num_tokens - 1)
+        self._num_lookups += 1
+        is_news = match.num_hit_tokens != request.num_expected_hit_tokens
+        request.num_expected_hit_tokens = match.num_hit_tokens
+        return is_news
+
+    def _has_lost_hits(self, request: Request, match: PrefixMatch) -> bool:
+        """Put a request back where it belongs if blocks it counted on were evicted; return whether that was so."""
+        if not self._policy.is_cache_aware:
+            return False
+        has_lost = match.num_hit_tokens < request.num_expected_hit_tokens
+        request.num_expected_hit_tokens = match.num_hit_tokens
+        if has_lost:
+            self._queue.rekey(request)
+        return has_lost
+
+    def _hand_out(self, step: _Step, started_ns: int) -> StepPlan:
         requests = tuple(step.num_scheduled)
         plan = StepPlan(
             step_index=self._num_steps,
@@ -407,7 +672,7 @@ class Scheduler:
             self._num_recomputed_tokens += max(0, repeated)
             self._num_scheduled_tokens += len(sequence.token_ids)
         self._num_steps += 1
-        self._in_flight = _InFlight(plan, requests)
+        self._in_flight = _InFlight(plan, requests, started_ns)
         return plan
 
     def _sequence(self, request: Request, num_tokens: int) -> ScheduledSequence:
@@ -451,8 +716,9 @@ class Scheduler:
                 f"[scheduler] expected the result of step {plan.step_index}, received that of {result.step_index} "
                 f"without samples for {missing}"
             )
-        requests = self._in_flight.requests
+        requests, started_ns = self._in_flight.requests, self._in_flight.started_ns
         self._in_flight = None
+        self._throughput.record(plan.num_batch_tokens, (self._clock() - started_ns) / 1e9)
         updates = (
             self._apply_sequence(request, sequence, result)
             for request, sequence in zip(requests, plan.sequences, strict=True)
@@ -470,6 +736,9 @@ class Scheduler:
         request.num_computed_tokens = sequence.context_len
         if self._keep_kv:
             self._manager.commit(_lease_of(request), request.chain, request.num_computed_tokens)
+            size = self._manager.block_size
+            if request.num_computed_tokens // size > sequence.start // size:
+                self._queue.mark_stale(request.chain.block_hash(0))
         if sequence.sample is not None:
             return self._append(request, result.samples[request.request_id])
         if request.num_uncomputed_tokens > 0:
@@ -486,6 +755,7 @@ class Scheduler:
     def _append(self, request: Request, sampled: SampledToken) -> RequestUpdate:
         token_id = sampled.token_id
         request.append(token_id)
+        self._policy.charge(request, 1)
         if not self._keep_kv:
             request.num_computed_tokens = 0
         finish_reason = self._finish_reason(request, token_id)
@@ -556,27 +826,56 @@ class Scheduler:
                 param="prompt",
             )
 
+    def _expected_work(self, request: Request) -> int:
+        """Return the positions a waiting request is expected to need: what is reserved for it, less what is cached."""
+        return self._footprint(request) - request.num_expected_hit_tokens
+
     # ---- moves ---------------------------------------------------------------------------------------------------
 
     def _enqueue(self, request: Request) -> None:
         if request.status is RequestStatus.PREEMPTED:
-            self._queue.push(request, (0, request.arrival_index))
+            self._queue.push_resumed(request)
         else:
-            self._queue.push(request, (1, *self._policy.key(request)))
+            self._queue.push(request)
+        request.num_queued_tokens = self._expected_work(request)
+        self._num_waiting_tokens += request.num_queued_tokens
+
+    def _dequeue(self, request: Request, *, is_start: bool) -> None:
+        if is_start:
+            self._queue.start(request)
+        else:
+            self._queue.remove(request)
+        self._num_waiting_tokens -= request.num_queued_tokens
 
     def _preempt(self, request: Request) -> None:
         self._release(request)
         request.move_to(RequestStatus.PREEMPTED)
         request.num_preemptions += 1
+        request.num_tokens_at_preemption = request.num_tokens
+        request.num_expected_hit_tokens = 0
         self._num_preemptions += 1
         self._enqueue(request)
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        """End a request outside a step, to be told by ``take_ended``."""
+        self._leave(request)
+        self._ended.append(
+            RequestUpdate(
+                request_id=request.request_id,
+                token_ids=(),
+                finish_reason=reason,
+                usage=request.usage(),
+            )
+        )
 
     def _leave(self, request: Request) -> None:
         if request.status is RequestStatus.RUNNING:
             self._release(request)
         else:
-            self._queue.remove(request)
+            self._dequeue(request, is_start=False)
         request.move_to(RequestStatus.FINISHED)
+        self._deadlines.discard(request)
+        self._policy.leave(request)
         del self._requests[request.request_id]
         self._num_finished += 1
 
@@ -589,6 +888,29 @@ class Scheduler:
         del self._running[bisect.bisect_left(self._running, request.arrival_index, key=_by_arrival)]
 
 
+    def _row(self, request: Request, now_ns: int, num_overtakes: int) -> RequestRow:
+        is_running = request.status is RequestStatus.RUNNING
+        age_s = (now_ns - request.arrival_ns) / 1e9
+        return RequestRow(
+            request_id=request.request_id,
+            tenant=request.namespace.tenant,
+            status=request.status,
+            priority=request.priority,
+            arrival_index=request.arrival_index,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_output_tokens=request.num_output_tokens,
+            num_prefill_tokens=request.num_uncomputed_tokens
+            if is_running
+            else request.num_expected_prefill_tokens,
+            num_held_blocks=len(_lease_of(request).block_table) if is_running else 0,
+            num_footprint_blocks=self._manager.num_blocks_for(self._footprint(request)),
+            num_overtakes=num_overtakes,
+            num_preemptions=request.num_preemptions,
+            age_s=age_s,
+            deadline_in_s=None if request.deadline_s is None else request.deadline_s - age_s,
+        )
+
+
 def _by_arrival(request: Request) -> int:
     return request.arrival_index
 
@@ -596,6 +918,21 @@ def _by_arrival(request: Request) -> int:
 def _lease_of(request: Request) -> PrefixLease:
     assert request.lease is not None, "every running request holds a lease"
     return request.lease
+
+
+def _group_of(request: Request, match: PrefixMatch) -> ParkedGroup:
+    """Return the block in flight that a request waits for, by a match that says it does."""
+    index = len(match.block_ids)
+    return ParkedGroup(index, pending_key(request.chain, index))
+
+
+def _waits_for(request: Request, group: ParkedGroup) -> bool:
+    """Return whether a request needs the very block that a group waits for."""
+    chain, index = request.chain, group.block_index
+    has_block = index < chain.num_full_blocks or (
+        index == chain.num_full_blocks and bool(chain.block_tokens(index))
+    )
+    return has_block and pending_key(chain, index) == group.key
 
 
 def _sample_spec(request: Request) -> SampleSpec:
