@@ -14,18 +14,17 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kvist.cache.eviction import POLICIES as EVICTIONS
-from kvist.cli.console import EXIT_USAGE, fail, note, note_console, print_json, result_console, working
+from kvist.cli.console import EXIT_USAGE, fail, note, note_console, print_json, result_console
 from kvist.cli.options import Only, takes_options
 from kvist.cli.plan import find_spec
 from kvist.config import CacheConfig, EngineConfig, SchedulerConfig
 from kvist.plan import memory_estimate
-from kvist.replay.compare import BELADY, Timing, replay_belady, replay_trace
+from kvist.replay.compare import Timing, replay_trace
 from kvist.replay.cost import CostModel
 from kvist.replay.formats import block_size_of, load_trace, num_distinct_blocks
 from kvist.replay.metrics import Slo
 from kvist.replay.plot import label_of, require_matplotlib, write_plot
-from kvist.replay.setting import Setting
+from kvist.replay.setting import EVICTIONS, Setting
 from kvist.replay.simulator import Load
 from kvist.sched.policy import POLICIES as SCHEDULES
 from kvist.spec import GIB
@@ -64,7 +63,7 @@ def replay(  # noqa: PLR0913  # one per option
     ] = None,
     eviction: Annotated[
         str,
-        typer.Option(help="eviction policies to compare; belady is the clairvoyant ceiling of hits"),
+        typer.Option(help="eviction policies to compare", metavar="A,B,..."),
     ] = "default",
     schedule: Annotated[
         str | None, typer.Option(help="schedules to compare; needs the clock", metavar="A,B,...")
@@ -114,7 +113,7 @@ def replay(  # noqa: PLR0913  # one per option
         EngineConfig,
         Only(
             "model", "kv_cache_dtype", "memory_gib", "block_size", "max_context", "max_batch_tokens",
-            "max_running", "max_queue", "reserve_tokens",
+            "max_running", "max_queue", "max_overtakes", "reserve_tokens",
         ),
     ],
 ) -> None:  # fmt: skip
@@ -155,10 +154,8 @@ def replay(  # noqa: PLR0913  # one per option
     block_size = block_size_of(records, config.cache.block_size)
     if block_size != config.cache.block_size != CacheConfig().block_size:
         _usage(f"the trace has blocks of {block_size} tokens; drop --block-size")
-    memory = _Memory(
-        config, block_size, memory_blocks, memory_blocks_fraction, records
-    )
-    evictions = _names("--eviction", eviction, (*EVICTIONS, BELADY))
+    memory = _Memory(config, block_size, memory_blocks, memory_blocks_fraction, records)
+    evictions = _names("--eviction", eviction, EVICTIONS)
     schedules = _names("--schedule", schedule or SchedulerConfig().schedule, SCHEDULES)
     settings = [
         Setting(
@@ -169,14 +166,14 @@ def replay(  # noqa: PLR0913  # one per option
             max_batch_tokens=config.scheduler.max_batch_tokens,
             max_running=config.scheduler.max_running,
             max_queue=config.scheduler.max_queue,
+            max_overtakes=config.scheduler.max_overtakes,
             reserve_tokens=config.scheduler.reserve_tokens,
             **_set(max_context_len=config.model.max_context),
         )
         for schedule_name in schedules
         for name in evictions
-        if name != BELADY
     ]
-    runs = _run(records, settings, timing, memory.num_blocks if BELADY in evictions else None)
+    runs = _run(records, settings, timing)
     for run in runs:
         run["kv_held_bytes"] = _scaled(run.get("kv_held_blocks"), memory.block_bytes)
     document = {
@@ -188,7 +185,11 @@ def replay(  # noqa: PLR0913  # one per option
         "runs": runs,
     }
     if plot is not None:
-        write_plot(plot, runs, title=f"{file.name}, {len(records):,} requests, {memory.num_blocks:,} blocks")
+        write_plot(
+            plot,
+            runs,
+            title=f"{file.name}, {len(records):,} requests, {memory.num_blocks:,} blocks",
+        )
         note(f"plot written to {plot}")
     if as_json:
         print_json(document)
@@ -200,7 +201,7 @@ def _usage(message: str) -> NoReturn:
     fail(f"[replay] {message}", exit_code=EXIT_USAGE)
 
 
-def _set(**values: Any) -> dict[str, Any]:  # Any: option values
+def _set(**values: Any) -> dict[str, Any]:  # noqa: ANN401  # option values
     """Return those that were given; the others keep the default of whoever takes them."""
     return {name: value for name, value in values.items() if value is not None}
 
@@ -262,7 +263,9 @@ class _Memory:
         return {
             "num_blocks": self.num_blocks,
             "distinct_blocks": self.num_distinct,
-            "memory_blocks_fraction": self.num_blocks / self.num_distinct if self.num_distinct else None,
+            "memory_blocks_fraction": self.num_blocks / self.num_distinct
+            if self.num_distinct
+            else None,
             "model": self.model,
             "block_bytes": self.block_bytes,
             "kv_bytes": self.num_blocks * self.block_bytes,
@@ -283,17 +286,13 @@ def _run(
     records: Sequence[TraceRequest],
     settings: Sequence[Setting],
     timing: Timing | None,
-    belady_blocks: int | None,
 ) -> list[Document]:
-    """Return the documents of all runs, the ceiling last."""
+    """Return the documents of all runs."""
     runs: list[Document] = []
     for setting in settings:
         name = setting.eviction if timing is None else f"{setting.schedule} / {setting.eviction}"
         with _progress(name, len(records)) as on_finished:
             runs.append(replay_trace(records, setting, timing, on_finished))
-    if belady_blocks is not None:
-        with working("belady"):
-            runs.append(replay_belady(records, belady_blocks))
     return runs
 
 
@@ -302,7 +301,9 @@ def _progress(name: str, num_requests: int) -> Iterator[Callable[[], None]]:
     """Show on a terminal how far a run is; yields what to call after each request."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())  # fmt: skip
     console = note_console()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task(name, total=num_requests)
         num_done = 0
 
@@ -348,12 +349,14 @@ def _show(document: dict[str, Any]) -> None:  # Any: JSON values
     result_console().print(table)
 
 
-def _number(key: str, form: str = ",", scale: float = 1.0, unit: str = "") -> Callable[[Document], str]:
+def _number(
+    key: str, form: str = ",", scale: float = 1.0, unit: str = ""
+) -> Callable[[Document], str]:
     def cell(run: Document) -> str:
         value: Any = run  # Any: JSON values
         for name in key.split("."):
             value = None if value is None else value.get(name)
-        return "" if value is None else f"{value * scale:{form}}{unit}"
+        return "" if value is None else f"{value if scale == 1.0 else value * scale:{form}}{unit}"
 
     return cell
 
@@ -361,7 +364,11 @@ def _number(key: str, form: str = ",", scale: float = 1.0, unit: str = "") -> Ca
 def _quantiles(key: str) -> Callable[[Document], str]:
     def cell(run: Document) -> str:
         values = run.get(key)
-        return "" if values is None else " ".join([f"{values[name]:.3g}" for name in ("p50", "p90", "p95", "p99")])
+        return (
+            ""
+            if values is None
+            else " ".join([f"{values[name]:.3g}" for name in ("p50", "p90", "p95", "p99")])
+        )
 
     return cell
 

@@ -110,14 +110,17 @@ class StepPrices:
         """Return the share of sequences that compute one position each and attend to so many in all."""
         return num_sequences * self.decode_token + num_attended * self.decode_attended
 
-    def alone(self, num_cached_tokens: int, num_prompt_tokens: int, num_output_tokens: int, chunk: int) -> int:  # fmt: skip
+    def alone(
+        self, num_cached_tokens: int, num_prompt_tokens: int, num_output_tokens: int, chunk: int
+    ) -> int:
         """Return the time of a request that has the engine to itself, O(prompt / chunk)."""
         time = 0
         start = num_cached_tokens
         while start < num_prompt_tokens:
             num_tokens = min(chunk, num_prompt_tokens - start)
-            share = self.prefill(start, num_tokens) if num_tokens > 1 else self.decode(1, start + 1)
-            time += self.step + share
+            is_decode = num_tokens == 1
+            time += self.step
+            time += self.decode(1, start + 1) if is_decode else self.prefill(start, num_tokens)
             start += num_tokens
         num_steps = max(0, num_output_tokens - 1)
         attended = num_steps * num_prompt_tokens + num_steps * (num_steps + 1) // 2

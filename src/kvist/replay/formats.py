@@ -67,7 +67,13 @@ def load_trace(
         TraceError: The file cannot be read, a line is malformed, or there is no request in it.
     """
     name = detect_format(path) if format_name is None else ALIASES.get(format_name, format_name)
-    records = list(islice(read_trace(path, name, max_sessions=max_sessions), max_requests))
+    try:
+        records = list(islice(read_trace(path, name, max_sessions=max_sessions), max_requests))
+    except TraceError as error:
+        message = str(error)
+        if path.name in message:
+            raise
+        raise TraceError(message.replace("[replay]", f"[replay] {path.name}:", 1)) from error
     if not records:
         raise TraceError(f"[replay] {path.name} holds no requests")
     return records

@@ -144,7 +144,7 @@ def describe_timeline(
         "slo_share": _share(num_good, len(finished) + sum(timeline.num_refused.values())),
         "goodput_rps": _share(num_good, duration_s),
         "jain_fairness": jain_index(list(groups.values())),
-        "jain_over": "sessions" if any([r.session for r in finished]) else "requests",
+        "jain_over": "sessions" if any(r.session for r in finished) else "requests",
         "kv_held_blocks": {
             "mean": timeline.held_block_ps / timeline.busy_ps if timeline.busy_ps else 0.0,
             "peak": timeline.max_held_blocks,

@@ -46,11 +46,15 @@ def write_plot(path: Path, runs: Sequence[Document], *, title: str) -> None:
 
     timed = [run for run in runs if run["mode"] == "timed"]
     num_panels = 1 + (len(_LATENCIES) + 1 if timed else 0)
-    figure = Figure(figsize=(4.5 * min(3, num_panels), 4 * -(-num_panels // 3)), layout="constrained")
+    figure = Figure(
+        figsize=(4.5 * min(3, num_panels), 4 * -(-num_panels // 3)), layout="constrained"
+    )
     FigureCanvasAgg(figure)
     figure.suptitle(title)
     panels = [figure.add_subplot(-(-num_panels // 3), min(3, num_panels), i + 1) for i in range(num_panels)]  # fmt: skip
-    _bars(panels[0], runs, [100 * run["hit_share"] for run in runs], "hit share, % of prompt tokens")
+    _bars(
+        panels[0], runs, [100 * run["hit_share"] for run in runs], "hit share, % of prompt tokens"
+    )
     if timed:
         for panel, name in zip(panels[1:], _LATENCIES, strict=False):
             _percentile_lines(panel, timed, name)

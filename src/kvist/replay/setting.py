@@ -17,6 +17,9 @@ from kvist.sched.scheduler import DEFAULT_MAX_OVERTAKES, Scheduler
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+EVICTIONS = ("default", "lru")
+"""Names of eviction policies. The cache's default is LRU in this version."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
@@ -31,7 +34,7 @@ class Setting:
     block_size: int
     """Tokens per block: the trace's own block size, where it has one, so that hits are exact at its granularity."""
     eviction: str = "default"
-    """As ``CacheManager``'s."""
+    """A name in EVICTIONS."""
     schedule: str = "fcfs"
     """As ``--schedule``."""
     max_batch_tokens: int = 512
@@ -42,6 +45,10 @@ class Setting:
     reserve_tokens: int = 256
 
     def __post_init__(self) -> None:
+        if self.eviction not in EVICTIONS:
+            raise ConfigError(
+                f"[replay] --eviction must be one of {', '.join(EVICTIONS)}, received {self.eviction!r}"
+            )
         for name in self.__slots__:
             value = getattr(self, name)
             least = 0 if name == "max_overtakes" else 1

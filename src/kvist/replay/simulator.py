@@ -1,23 +1,24 @@
 """The real scheduler and cache manager on a virtual clock, with a cost model in place of the runner.
 
-Responsible for time: when requests arrive, how long each step takes, and which steps need no planning. What is computed,
-shared, evicted, deferred or preempted is decided by ``Scheduler`` and ``CacheManager`` themselves.
+Responsible for time: when requests arrive, how long each step takes, and which steps need no planning. What is
+computed, shared, evicted, deferred or preempted is decided by ``Scheduler`` and ``CacheManager`` themselves.
 
 One step is planned, takes its price (``cost``), and is applied; requests that arrived meanwhile are added, and so on.
 That alone would plan once for every token of the longest output. Two kinds of steps are not planned (*fast-forward*):
 
 1.  A sequence that only decodes inside one block changes nothing that anybody else can see: it allocates nothing and
-    publishes no full block, and nobody shares its output. It is *asleep* (``Scheduler.sleep``) and counted in the price of
-    every step and against the budget. It is planned again in the steps that matter: the first after its prompt, the one
-    that starts a block, the one that fills a block, its last one. Steps in which everybody is asleep are one jump, which
-    ends where somebody wakes or a request arrives.
+    publishes no full block, and nobody shares its output. It is *asleep* (``Scheduler.sleep``), and counted in the price
+    of every step and against the budget. It is planned again in the steps that matter: the first after its prompt, the
+    one that starts a block, the one that fills a block, its last one. Steps in which everybody is asleep are one jump,
+    which ends where somebody wakes or a request arrives.
 2.  While one request prefills, nobody else is awake and nobody waits, its whole chunks are extended and committed
     one after another without planning.
 
-What differs from planning every step: nothing in what is cached, evicted, hit or preempted, nor in any time, as long as
-every running sequence gets its token in every step (``max_batch_tokens >= max_running``; otherwise all steps are
-planned). Counters of the scheduler that count plans (``num_steps``, ``num_deferred_admissions``) count fewer. A policy
-that looks at the tokens computed for a running request sees those of a sleeping one at most a block late.
+What differs from planning every step: nothing in what is cached, evicted or hit, nor in any time, as long as every
+running sequence gets its token in every step (``max_batch_tokens >= max_running``; otherwise all steps are planned).
+Counters of the scheduler that count plans (``num_steps``, ``num_deferred_admissions``) count fewer. Whoever looks at the
+tokens of a running request (``fair`` charging for output; the choice of a victim, which happens only when requests set no
+``max_tokens``) sees those of a sleeping one late, by less than a block.
 
 Invariants:
     1. ``_num_attended`` is the sum over sleeping sequences of the positions that their next step attends to.
@@ -291,8 +292,7 @@ class Simulator:
         for update in updates:
             self._take(live[update.request_id], update)
         is_chunk = len(plan.sequences) == 1 and not samples
-        request = live.get(plan.sequences[0].request_id) if is_chunk else None
-        self._prefilling = request
+        self._prefilling = live.get(plan.sequences[0].request_id) if is_chunk else None
 
     def _pass(self, duration: int) -> None:
         """Let one step of that duration go by, for the sleeping sequences too."""
@@ -480,7 +480,7 @@ def _note_computed(request: SimulatedRequest, num_computed_tokens: int) -> None:
 
 
 def _steps_lasting(duration: int, first: int, growth: int) -> int:
-    """Return how many steps, the first lasting ``first`` and each ``growth`` longer, last ``duration`` at least; >= 1."""
+    """Return how many steps, the first of ``first`` and each ``growth`` longer, last ``duration`` at least; >= 1."""
     if growth == 0:
         return max(1, -(-duration // first))
     # n first + growth n (n - 1) / 2 >= duration, solved for n; the root may be off by one either way.

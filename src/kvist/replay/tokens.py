@@ -44,9 +44,7 @@ def prompt_of(record: TraceRequest, number: int) -> array[int]:
     for run in record.block_runs:
         if run.stop > MAX_IDS:
             raise TraceError(f"[replay] block ids must be below {MAX_IDS}, received {run.stop - 1}")
-        parts += [
-            (2 * block_id).to_bytes(TOKEN_BYTES, "little") * size for block_id in run
-        ]
+        parts += [(2 * block_id).to_bytes(TOKEN_BYTES, "little") * size for block_id in run]
     packed = b"".join(parts)
     num_bytes = record.num_input_tokens * TOKEN_BYTES
     if len(packed) < num_bytes:

@@ -431,7 +431,7 @@ class Scheduler:
                 budget -= num_tokens
 
     def _plan_rest(self, step: _Step) -> None:
-        for request in self._running.copy():
+        for request in [r for r in self._running if r.on_wake is None]:
             if step.budget == 0:
                 return
             num_left = step.num_left(request)
@@ -442,9 +442,7 @@ class Scheduler:
         """Schedule so many positions more of a running request; False when it gets no block for them in this step."""
         if request.status is not RequestStatus.RUNNING:
             return False  # preempted a moment ago
-        position = (
-            request.num_computed_tokens + step.num_scheduled.get(request, 0) + num_tokens
-        )
+        position = request.num_computed_tokens + step.num_scheduled.get(request, 0) + num_tokens
         if not self._make_room(request, position, step):
             return False
         step.schedule(request, num_tokens)
@@ -516,7 +514,11 @@ class Scheduler:
             if match.pending:
                 self._queue.park(request, _group_of(request, match))
                 continue
-            if not is_urgent and num_reordered < MAX_REORDERED and self._has_lost_hits(request, match):
+            if (
+                not is_urgent
+                and num_reordered < MAX_REORDERED
+                and self._has_lost_hits(request, match)
+            ):
                 num_reordered += 1
                 continue
             num_tokens = self._first_chunk(request, match, step, is_urgent=is_urgent)
@@ -541,15 +543,14 @@ class Scheduler:
         num_tokens = request.num_tokens - match.num_hit_tokens
         if num_tokens <= step.budget or self._policy.is_batched:
             return min(num_tokens, step.budget)
-        num_left = min((left for r in self._running if (left := step.num_left(r)) > 0), default=None)
+        awake = [r for r in self._running if r.on_wake is None]
+        num_left = min((left for r in awake if (left := step.num_left(r)) > 0), default=None)
         if not is_urgent and num_left is not None and 2 * num_tokens > num_left:
             return None
         has_others = len(self._queue) - self._queue.num_parked > 1
         return (step.budget + 1) // 2 if has_others else step.budget
 
-    def _admit(
-        self, request: Request, match: PrefixMatch, num_tokens: int, step: _Step
-    ) -> bool:
+    def _admit(self, request: Request, match: PrefixMatch, num_tokens: int, step: _Step) -> bool:
         """Start a request if its whole footprint fits; False means not now."""
         lease = self._allocate(request, match, step)
         if lease is None:
@@ -886,7 +887,6 @@ class Scheduler:
         request.lease = None
         request.num_computed_tokens = 0
         del self._running[bisect.bisect_left(self._running, request.arrival_index, key=_by_arrival)]
-
 
     def _row(self, request: Request, now_ns: int, num_overtakes: int) -> RequestRow:
         is_running = request.status is RequestStatus.RUNNING
