@@ -378,7 +378,9 @@ class WaitingQueue:
         heapq.heappush(self._order, entry)
         # Entries of lanes that ran empty stay until they surface, as in _Heap.
         if len(self._order) > 2 * len(self._lanes) + 16:
-            self._order = [item for item in self._order if len(item[2].heap)]
+            for _, _, listed in self._order:
+                listed.is_listed = len(listed.heap) > 0
+            self._order = [item for item in self._order if item[2].is_listed]
             heapq.heapify(self._order)
 
     def _take_out(self, request: Request, *, num_overtakes: int) -> None:

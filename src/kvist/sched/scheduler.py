@@ -106,6 +106,7 @@ class _Step:
     paused: set[Request] = field(default_factory=set)
     """Running requests that cannot have a block now."""
     has_failed_allocation: bool = False
+    has_preempted: bool = False
 
     def schedule(self, request: Request, num_tokens: int) -> None:
         self.num_scheduled[request] = self.num_scheduled.get(request, 0) + num_tokens
@@ -398,8 +399,11 @@ class Scheduler:
             )
         started_ns = self._clock()
         step = _Step(budget=max(0, self._max_batch_tokens - self._num_asleep))
+        self._wake_parked()
+        self._reorder_stale()
         self._plan_next_tokens(step)
         self._plan_prompts_begun(step)
+        self._retry_paused(step)
         self._plan_admissions(step)
         self._plan_rest(step)
         self._num_pauses += len(step.paused)
@@ -429,6 +433,16 @@ class Scheduler:
             num_tokens = min(request.num_uncomputed_tokens, share)
             if num_tokens and self._compute(request, num_tokens, step):
                 budget -= num_tokens
+
+    def _retry_paused(self, step: _Step) -> None:
+        # Others may have given way since: alone at last, the oldest must not pause in an empty plan.
+        if not step.has_preempted:
+            return
+        for request in sorted(step.paused, key=_by_arrival):
+            if step.budget == 0:
+                return
+            step.paused.discard(request)
+            self._compute(request, min(request.num_uncomputed_tokens, step.budget), step)
 
     def _plan_rest(self, step: _Step) -> None:
         for request in [r for r in self._running if r.on_wake is None]:
@@ -464,6 +478,7 @@ class Scheduler:
             # The victim may be in this plan already; its copies stay there (inv. 4), its positions do not.
             step.drop(victim)
             step.paused.discard(victim)
+            step.has_preempted = True
             self._preempt(victim)
             if victim is request:
                 return False
@@ -487,10 +502,6 @@ class Scheduler:
         requests are asked anew in each plan, one for each such block, instead of waiting for a signal from the computing
         request: no way of losing that one (abort, preemption, eviction of its blocks) can leave anybody waiting for ever.
         """
-        if not len(self._queue):
-            return
-        self._wake_parked()
-        self._reorder_stale()
         if not self._running:
             self._is_batch_open = True
         if self._can_admit(step):
