@@ -122,6 +122,7 @@ def replay(  # noqa: PLR0913  # one per option
     Compares eviction policies and schedules side by side: hit share, evictions, latencies, goodput, fairness, memory.
     """
     options = {
+        **_changed(config.scheduler),
         "--schedule": schedule,
         "--speedup": speedup,
         "--concurrency": concurrency,
@@ -130,7 +131,6 @@ def replay(  # noqa: PLR0913  # one per option
         "--slo-ttft-s": slo_ttft_s,
         "--slo-itl-s": slo_itl_s,
         "--max-context": config.model.max_context,
-        **_changed(config.scheduler),
     }
     given = [name for name, value in options.items() if value is not None]
     if timed is False and given:
