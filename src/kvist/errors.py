@@ -10,6 +10,8 @@ nothing about requests, tensors or HTTP libraries.
         PromptTooLong        prompt (plus output) exceeds the context   -> HTTP 400, context_length_exceeded
         InvalidSamplingParams  a sampling value is out of its range     -> HTTP 400
         UnsupportedParameter   a parameter Kvist does not implement     -> HTTP 400
+        NotCached              a prefix to pin or retain is not computed -> HTTP 400
+        PinBudgetExceeded      pins would hold more than they may       -> HTTP 400
       EngineOverloaded       the queue is full                          -> HTTP 429
       EngineStopped          the engine has been shut down              -> HTTP 503
       TraceError             a recorded trace cannot be read
@@ -69,6 +71,18 @@ class UnsupportedParameter(RequestError):
     """The parameter is unknown, or known and not implemented; never silently ignored."""
 
     code = "unsupported_parameter"
+
+
+class NotCached(RequestError):
+    """A prefix that was to be pinned or retained is not computed, or no longer; nothing changed."""
+
+    code = "not_cached"
+
+
+class PinBudgetExceeded(RequestError):
+    """Pins would hold more blocks than they may; the message has both numbers."""
+
+    code = "pin_budget_exceeded"
 
 
 class EngineOverloaded(EngineError):

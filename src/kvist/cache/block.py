@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvist.cache.partition import Partition
     from kvist.cache.tree import Node
     from kvist.types import BlockId
 
@@ -15,12 +16,15 @@ if TYPE_CHECKING:
 class Block:
     """One block of the pool, from start to end of the engine; compared and hashed by identity."""
 
-    __slots__ = ("block_id", "duplicate_of", "node", "ref_count")
+    __slots__ = ("block_id", "duplicate_of", "node", "partition", "ref_count")
+
+    partition: Partition
+    """Where it counts since it was last allocated, and where it is queued when evictable; unset before."""
 
     def __init__(self, block_id: BlockId) -> None:
         self.block_id = block_id
         self.ref_count = 0
-        """Leases with the block in their table, plus pending copies out of it."""
+        """Leases with the block in their table, plus pending copies out of it, plus pins."""
         self.node: Node | None = None
         """The node it stands for in the prefix tree; None: free, or private to one lease."""
         self.duplicate_of: Node | None = None

@@ -1,31 +1,80 @@
-"""The order in which cached blocks are given up.
+"""Strategies: in which order cached blocks are given up.
 
-Responsible for the queue of evictable blocks. Knows neither tree nor leases; relies on its caller for one rule:
+Responsible for queues of evictable blocks and for what a strategy remembers of blocks that went. Knows no leases and
+no memory limit; of the tree, a node's identity, its parent and whether it was hit. Whoever calls keeps two rules, and
+every strategy the third, so that eviction needs no search and never leaves a child without its parent:
 
-1. Blocks are appended (and touched) deepest first, so a block always stands before its ancestors. The oldest block is
-   therefore a leaf, and eviction needs no search.
+1. Blocks are appended, touched and abandoned deepest first, and an ancestor of a block that is appended is not queued.
+2. A prefix is hit whenever what follows it is: ``num_hits`` never grows from a node to its children.
+3. In the order of eviction a block stands before its ancestors.
+
+Measured on public traces in docs/decisions/0001-eviction.md.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from kvist.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from kvist.cache.block import Block
+    from kvist.types import BlockHash
+
+PROTECTED_FRACTION = 0.3
+"""Share of the pool that only blocks hit again may fill. 0.2-0.4 are within 1 % of each other on both traces of
+docs/decisions/0001-eviction.md; 0.5 and more lose."""
+GHOST_FRACTION = 1.0
+"""Identities remembered per block of the pool. Twice as many change less than 0.5 %, half as many lose."""
 
 
-class LruQueue:
-    """Evictable blocks, least recently used first. Every operation is O(1).
+class EvictionStrategy(Protocol):
+    """An order of evictable blocks. Every operation is O(1) amortised, iterating aside."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Block]:
+        """Yield the blocks in the order in which they would go if nothing else happened. For checks."""
+        ...
+
+    def append(self, block: Block) -> None:
+        """Queue a block whose last reference has gone."""
+        ...
+
+    def touch(self, block: Block) -> None:
+        """Note that a queued block was looked up."""
+        ...
+
+    def remove(self, block: Block) -> None:
+        """Take out a queued block: it is held again, or leaves the cache for another reason than room."""
+        ...
+
+    def evict(self) -> Block:
+        """Take out the block that is to go, and remember what this strategy remembers. There must be one."""
+        ...
+
+    def abandon(self, blocks: Sequence[Block]) -> None:
+        """Note that a whole queued chain, deepest first, was left for another continuation and never hit."""
+        ...
+
+
+StrategyFactory: TypeAlias = "Callable[[int], EvictionStrategy]"
+"""Makes a strategy for a pool of so many blocks."""
+
+
+class Lru:
+    """The least recently used block first.
 
     OrderedDict is a doubly linked list in C; a plain dict would scan the gaps left at its front on every eviction.
     """
 
     __slots__ = ("_blocks",)
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int) -> None:  # noqa: ARG002  # every strategy is made this way
         self._blocks: OrderedDict[Block, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -43,9 +92,117 @@ class LruQueue:
         self._blocks.move_to_end(block)
 
     def remove(self, block: Block) -> None:
-        """Take a block out, because it is held again or dropped."""
+        """Take out a queued block."""
         del self._blocks[block]
 
-    def oldest(self) -> Block:
-        """Return the least recently used block. The queue must not be empty."""
-        return next(iter(self._blocks))
+    def evict(self) -> Block:
+        """Take out the least recently used block."""
+        return self._blocks.popitem(last=False)[0]
+
+    def abandon(self, blocks: Sequence[Block]) -> None:
+        """Change nothing: the order of use is all that counts here."""
+
+
+class SegmentedLru:
+    """Blocks that were hit outlive those that were not, however many of these pass through.
+
+        goes first  [ abandoned | probation: never hit, or demoted )[ protected: hit )  goes last
+                                             ^ demoted, oldest first ^ at most PROTECTED_FRACTION of the pool
+
+    A block is protected once a request has hit it, or when it comes back while its identity is still among the ghosts:
+    evicted not long ago, it was no one-off. When protected overflows, its least recently used blocks get another life
+    as the newest of probation. A sweep of one-off prompts passes through probation only.
+
+    A chain that was never hit and has been left for another continuation goes first: an edited message, a regenerated
+    answer, a tail that the next turn wrote differently.
+
+    Source: Karedla, Love, Wherry, Caching strategies to improve disk system performance (1994); ghosts as in
+    Megiddo, Modha, ARC (2003). The rule for abandoned chains is ours.
+    """
+
+    __slots__ = ("_ghosts", "_max_ghosts", "_max_protected", "_probation", "_protected")
+
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        protected_fraction: float = PROTECTED_FRACTION,
+        ghost_fraction: float = GHOST_FRACTION,
+    ) -> None:
+        self._probation: OrderedDict[Block, None] = OrderedDict()
+        self._protected: OrderedDict[Block, None] = OrderedDict()
+        self._ghosts: OrderedDict[BlockHash, None] = OrderedDict()
+        self._max_protected = int(num_blocks * protected_fraction)
+        self._max_ghosts = int(num_blocks * ghost_fraction)
+
+    def __len__(self) -> int:
+        return len(self._probation) + len(self._protected)
+
+    def __iter__(self) -> Iterator[Block]:
+        return chain(self._probation, self._protected)
+
+    @property
+    def ghosts(self) -> Sequence[BlockHash]:
+        """Identities of blocks evicted not long ago, oldest first."""
+        return list(self._ghosts)
+
+    def append(self, block: Block) -> None:
+        """Add a block as the newest one of its segment."""
+        node = block.node
+        assert node is not None
+        assert node.parent is not None
+        # Popping even when it was hit since keeps out of the ghosts what is cached.
+        if node.block_hash is not None and self._ghosts.pop(node.block_hash, self) is None:
+            node.num_hits = node.num_hits or 1
+        if not node.num_hits:
+            self._probation[block] = None
+            return
+        # A ghost of the parent may be gone by now; it must not go before its child (inv. 2).
+        node.parent.num_hits = node.parent.num_hits or 1
+        self._protected[block] = None
+        while len(self._protected) > self._max_protected:
+            self._probation[self._protected.popitem(last=False)[0]] = None
+
+    def touch(self, block: Block) -> None:
+        """Make a queued block the newest one of its segment."""
+        (self._protected if block in self._protected else self._probation).move_to_end(block)
+
+    def remove(self, block: Block) -> None:
+        """Take out a queued block."""
+        del (self._protected if block in self._protected else self._probation)[block]
+
+    def evict(self) -> Block:
+        """Take out the oldest block of probation, or of protected when that is all there is."""
+        block = (self._probation or self._protected).popitem(last=False)[0]
+        assert block.node is not None
+        if block.node.block_hash is not None:
+            self._ghosts[block.node.block_hash] = None
+            if len(self._ghosts) > self._max_ghosts:
+                self._ghosts.popitem(last=False)
+        return block
+
+    def abandon(self, blocks: Sequence[Block]) -> None:
+        """Move a chain to the front of probation, deepest block first."""
+        for block in reversed(blocks):
+            self.remove(block)
+            self._probation[block] = None
+            self._probation.move_to_end(block, last=False)
+
+
+STRATEGIES: Mapping[str, StrategyFactory] = {"default": SegmentedLru, "lru": Lru}
+"""Strategies by the name that a user gives."""
+
+
+def strategy_factory(eviction: str | StrategyFactory) -> StrategyFactory:
+    """Return what makes the strategy of a name; what is no name is returned as it is.
+
+    Raises:
+        ConfigError: The name is unknown.
+    """
+    if not isinstance(eviction, str):
+        return eviction
+    if eviction not in STRATEGIES:
+        raise ConfigError(
+            f"[cache] unknown eviction strategy {eviction!r}; known: {', '.join(STRATEGIES)}"
+        )
+    return STRATEGIES[eviction]

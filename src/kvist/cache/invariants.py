@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvist.cache.block import Block
     from kvist.cache.lease import PrefixLease
     from kvist.cache.pending import PendingIdentities
+    from kvist.cache.pins import Pin
     from kvist.cache.pool import BlockPool
     from kvist.cache.tree import Node, PrefixTree
 
@@ -26,6 +27,7 @@ def check(
     tree: PrefixTree,
     pending: PendingIdentities,
     leases: Sequence[PrefixLease],
+    pins: Sequence[Pin] = (),
 ) -> None:
     """Check every law.
 
@@ -34,12 +36,14 @@ def check(
         tree: What is published.
         pending: What is in flight.
         leases: All live leases.
+        pins: All live pins.
 
     Raises:
         InvariantViolation: At least one does not hold; all that do not are listed.
     """
     problems = [
-        *_conservation(pool, leases),
+        *_conservation(pool, leases, pins),
+        *_partitions(pool),
         *_tree_shape(tree),
         *_tree_references(pool, tree),
         *_lease_paths(leases),
@@ -50,18 +54,20 @@ def check(
     if problems:
         raise InvariantViolation(
             f"[cache] expected every law to hold, {len(problems)} do not: {'; '.join(problems)}\n"
-            f"{dump(pool, tree, leases)}"
+            f"{dump(pool, tree, leases, pins)}"
         )
 
 
-def dump(pool: BlockPool, tree: PrefixTree, leases: Sequence[PrefixLease]) -> str:
+def dump(
+    pool: BlockPool, tree: PrefixTree, leases: Sequence[PrefixLease], pins: Sequence[Pin] = ()
+) -> str:
     """Return the state in lines, without token ids."""
     lines = [
         f"free (next last): {[block.block_id for block in pool.free_blocks]}",
-        f"evictable (oldest first): {[block.block_id for block in pool.evictable]}",
+        f"evictable (next first): {[block.block_id for block in pool.evictable]}",
         f"held: {[block for block in pool.blocks if block.ref_count]}",
         f"reserved: {pool.num_reserved}",
-        *(repr(lease) for lease in leases),
+        *(repr(holder) for holder in (*leases, *pins)),
         *(_describe(node) for node in tree.nodes()),
     ]
     return "\n".join(lines)
@@ -76,10 +82,14 @@ def _describe(node: Node) -> str:
     )
 
 
-def _conservation(pool: BlockPool, leases: Sequence[PrefixLease]) -> Iterator[str]:
+def _conservation(
+    pool: BlockPool, leases: Sequence[PrefixLease], pins: Sequence[Pin]
+) -> Iterator[str]:
     free, evictable = set(pool.free_blocks), set(pool.evictable)
     held = {block for block in pool.blocks if block.ref_count}
     num_listed = pool.num_free + len(pool.evictable) + len(held)
+    if pool.num_evictable != len(pool.evictable):
+        yield f"{pool.num_evictable} evictable blocks counted, {len(pool.evictable)} are queued"
     if num_listed != len(pool.blocks) or free | evictable | held != set(pool.blocks):
         yield (
             f"{pool.num_free} free + {len(evictable)} evictable + {len(held)} held blocks are not "
@@ -91,6 +101,8 @@ def _conservation(pool: BlockPool, leases: Sequence[PrefixLease]) -> Iterator[st
         references.update([lease.copy_source] if lease.copy_source is not None else [])
         if lease.block_table != [block.block_id for block in lease.blocks]:
             yield f"block table and blocks differ in {lease!r}"
+    for pin in pins:
+        references.update(pin.blocks)
     for block in pool.blocks:
         if block.ref_count != references[block]:
             yield f"{block!r} has {references[block]} holders"
@@ -100,6 +112,22 @@ def _conservation(pool: BlockPool, leases: Sequence[PrefixLease]) -> Iterator[st
             f"{pool.num_reserved} blocks reserved, leases have {num_reserved}, "
             f"{pool.num_available} are available"
         )
+
+
+def _partitions(pool: BlockPool) -> Iterator[str]:
+    in_use = {block for block in pool.blocks if block.ref_count}.union(pool.evictable)
+    used = Counter(block.partition for block in in_use)
+    for partition in pool.partitions:
+        if used[partition] != partition.num_used:
+            yield f"{partition.num_used} blocks counted in a partition that has {used[partition]}"
+        if any(block.partition is not partition for block in partition):
+            yield "a block is queued in another partition than its own"
+        if any(not block.node or not block.node.kept_until_ns for block in partition.retained):
+            yield "a block without a TTL is retained"
+        if any(block.node and block.node.kept_until_ns for block in partition.strategy):
+            yield "a block with a TTL is queued with those without"
+        if not pool.partitions.is_single and partition.rank != pool.partitions.rank_of(partition):
+            yield f"a partition of {partition.num_used} blocks is ranked {partition.rank}"
 
 
 def _tree_shape(tree: PrefixTree) -> Iterator[str]:
@@ -119,6 +147,8 @@ def _tree_shape(tree: PrefixTree) -> Iterator[str]:
         for child in parent.ordered:
             if child.parent is not parent or child.namespace != parent.namespace:
                 yield f"{_describe(child)} stands below {parent.block!r}"
+            if parent.parent is not None and child.kept_until_ns > parent.kept_until_ns:
+                yield f"{_describe(child)} is kept longer than its parent"
 
 
 def _tree_references(pool: BlockPool, tree: PrefixTree) -> Iterator[str]:

@@ -78,10 +78,11 @@ class PrefixLease:
         "open_node",
         "pending",
         "pending_copy",
+        "tenant",
         "tip",
     )
 
-    def __init__(self, *, num_reserved_blocks: int, can_publish: bool) -> None:
+    def __init__(self, *, num_reserved_blocks: int, can_publish: bool, tenant: str = "") -> None:
         self.block_table: list[BlockId] = []
         """Blocks of the sequence in order; append-only."""
         self.num_shared = 0
@@ -105,6 +106,8 @@ class PrefixLease:
         """Held until the copy out of it has run."""
         self.can_publish = can_publish
         """False without a prefix cache, and after an identity collided with other tokens."""
+        self.tenant = tenant
+        """Whose share its blocks count in."""
         self.num_sealed = 0
         """Leading full blocks that are in the tree, as a node's block or as a duplicate of it."""
         self.tip: Node | None = None

@@ -3,7 +3,7 @@
 Responsible for who holds which block, and for what is published. Knows token ids and block ids; no tensors, no
 requests, no steps. Engine thread only.
 
-1. ``free + evictable + held == num_blocks``, and a block's ref count is the number of leases that hold it.
+1. ``free + evictable + held == num_blocks``, and a block's ref count is the number of leases and pins that hold it.
 2. Hits are held before anything is allocated, or an allocation could evict them.
 3. A block is published, and its head offered for copying, only after its K and V were written (``commit``).
 4. A lease that holds a node holds, for each of its ancestors, the ancestor's block or a duplicate of it. So a node
@@ -15,28 +15,52 @@ Duplicates (inv. 4). Two leases may compute the same block at the same time. Blo
 that commits second keeps its own block and goes on below the published one. Holding that one too would cost a block
 which admission never counted, and with a small pool a lease could starve itself; so its own block is noted as a
 duplicate and takes the node over when the published block's last reference goes (that block is free then).
+
+What goes when memory is needed, from first to last:
+
+    free blocks
+    evictable blocks of tenants that use more than their share, held blocks counted; several such tenants take turns.
+      Of one tenant: in the order of the strategy (``eviction``), then what is under a TTL, least recently used first
+    evictable blocks of the other tenants, in the same order. A share is a claim on memory that others may borrow while
+      its owner does not need it, and no reservation: live requests of anybody come before cached blocks
+    never: held blocks, by leases or pins
+
+TTL. ``retain`` keeps published blocks until a time, as long as live requests leave room for them. No admission ever
+waits for a retained block, so it needs no budget: who retains too much pushes out its own tenant's other blocks, and of
+other tenants' no more than by computing as much. When the time is over the blocks are like all others, used just now.
+
+Pins. ``pin`` holds published blocks as a lease does, for a user instead of a request, until ``unpin`` or the end of its
+own TTL. Pins hold ``pin_fraction`` of the pool at most, and ``can_ever_admit`` counts on the rest only; so a footprint
+that it accepts is admitted at the latest when nothing else runs, whatever is pinned.
+
+Times end by the injected clock, when memory or the state of the cache is next asked for.
 """
 
 from __future__ import annotations
 
+import time
 import weakref
+from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from kvist.cache import invariants
+from kvist.cache.eviction import strategy_factory
 from kvist.cache.hash import TOKEN_BYTES, BlockHasher, TokenChain
 from kvist.cache.lease import PartialCopy, PrefixLease, PrefixMatch
 from kvist.cache.pending import PendingIdentities, pending_key
+from kvist.cache.pins import Deadlines, Pin, Retention
 from kvist.cache.pool import BlockPool
 from kvist.cache.stats import CacheStats, Counters
 from kvist.cache.tree import PrefixTree
-from kvist.errors import ConfigError, InvariantViolation
+from kvist.errors import ConfigError, InvariantViolation, NotCached, PinBudgetExceeded
 from kvist.types import BlockCopy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvist.cache.block import Block
+    from kvist.cache.eviction import StrategyFactory
     from kvist.cache.namespaces import Namespace
     from kvist.cache.tree import Node
 
@@ -49,13 +73,28 @@ class CacheManager:
         block_size: Tokens per block, >= 1.
         hasher: Computes block identities.
         prefix_cache: Whether blocks are published and looked up at all.
+        eviction: Name of a strategy (``eviction.STRATEGIES``), or what makes one.
+        shares: Fraction of the pool by tenant, each in (0, 1], 1 at most in all; the tenants not in it share the rest.
+            None: nobody has a claim on anything.
+        pin_fraction: Share of the pool that pins may hold at most, in [0, 1); no larger footprint than the rest is
+            ever accepted.
+        clock_ns: Monotonic clock in nanoseconds, for pins and TTLs.
 
     Raises:
-        ConfigError: A size is below 1.
+        ConfigError: A size is below 1, a fraction outside its range, or the strategy unknown.
     """
 
-    def __init__(
-        self, *, num_blocks: int, block_size: int, hasher: BlockHasher, prefix_cache: bool = True
+    def __init__(  # noqa: PLR0913  # one keyword for each thing that a configuration chooses
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        hasher: BlockHasher,
+        prefix_cache: bool = True,
+        eviction: str | StrategyFactory = "default",
+        shares: Mapping[str, float] | None = None,
+        pin_fraction: float = 0.0,
+        clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ConfigError(
@@ -65,10 +104,18 @@ class CacheManager:
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self._hasher = hasher
-        self._pool = BlockPool(num_blocks)
+        if not 0.0 <= pin_fraction < 1.0:
+            raise ConfigError(f"[cache] pin_fraction must be in [0, 1), received {pin_fraction}")
+        self._pool = BlockPool(num_blocks, strategy_factory(eviction), shares)
+        self._max_pinned = int(num_blocks * pin_fraction)
+        self._pins: set[Pin] = set()
+        self._num_pins_of: Counter[Block] = Counter()
+        self._deadlines = Deadlines(clock_ns)
         self._tree = PrefixTree()
         self._pending = PendingIdentities()
         self._counters = Counters()
+        # Nodes published beside one sibling by the commit that is running.
+        self._forks: list[Node] = []
         # Weak: a lease that its owner forgot must be collected to be noticed.
         self._leases: weakref.WeakSet[PrefixLease] = weakref.WeakSet()
 
@@ -86,13 +133,23 @@ class CacheManager:
 
     @property
     def num_evictable(self) -> int:
-        """Cached blocks that no lease holds."""
-        return len(self._pool.evictable)
+        """Cached blocks that nobody holds."""
+        return self._pool.num_evictable
 
     @property
     def num_held(self) -> int:
-        """Blocks that leases hold."""
+        """Blocks that leases or pins hold."""
         return self.num_blocks - self.num_free - self.num_evictable
+
+    @property
+    def num_pinned(self) -> int:
+        """Blocks that pins hold; leases may hold them too."""
+        return len(self._num_pins_of)
+
+    @property
+    def max_pinned(self) -> int:
+        """Blocks that pins may hold."""
+        return self._max_pinned
 
     @property
     def num_reserved(self) -> int:
@@ -109,8 +166,8 @@ class CacheManager:
         return -(-num_tokens // self.block_size)
 
     def can_ever_admit(self, num_reserved_tokens: int) -> bool:
-        """Return whether the footprint fits the pool when nothing else runs."""
-        return self.num_blocks_for(num_reserved_tokens) <= self.num_blocks
+        """Return whether the footprint fits the pool when nothing else runs and pins hold all they may."""
+        return self.num_blocks_for(num_reserved_tokens) <= self.num_blocks - self._max_pinned
 
     # --- lookup
 
@@ -174,13 +231,13 @@ class CacheManager:
         """
         match = self.match(chain, max_hit_len)
         self._counters.num_verification_failures += match.num_verification_failures
-        evictable = self._pool.evictable
+        touch = self._pool.touch
         # Deepest first, so that every block stays before its ancestors (eviction inv. 1).
         if match.source is not None and match.source.block.ref_count == 0:
-            evictable.touch(match.source.block)
+            touch(match.source.block)
         for node in reversed(match.nodes):
             if node.block.ref_count == 0:
-                evictable.touch(node.block)
+                touch(node.block)
         return match
 
     # --- leases
@@ -204,6 +261,7 @@ class CacheManager:
 
         Complexity: O(blocks of the sequence).
         """
+        self._expire_due()
         if match.epoch != self._tree.epoch:
             match = self.match(chain, match.max_hit_len)
         pool = self._pool
@@ -221,12 +279,17 @@ class CacheManager:
             num_new = max(num_footprint - len(hits), 0)
             if num_taken + num_new > pool.num_available:
                 return None
-        for block in hits:  # inv. 2
-            pool.hold(block)
+        for node in match.nodes:  # inv. 2
+            node.num_hits += 1
+            pool.hold(node.block)
         if source is not None:
             pool.hold(source)
         pool.num_reserved += num_new
-        lease = PrefixLease(num_reserved_blocks=num_new, can_publish=self.prefix_cache)
+        lease = PrefixLease(
+            num_reserved_blocks=num_new,
+            can_publish=self.prefix_cache,
+            tenant=chain.namespace.tenant,
+        )
         self._leases.add(lease)
         lease.blocks = hits
         lease.block_table = [block.block_id for block in hits]
@@ -265,6 +328,7 @@ class CacheManager:
         Complexity: O(blocks added).
         """
         self._require_live(lease, "extend")
+        self._expire_due()
         num_new = self.num_blocks_for(num_tokens) - len(lease.blocks)
         num_extra = num_new - lease.num_reserved_blocks
         if num_extra > 0:
@@ -305,6 +369,8 @@ class CacheManager:
         while lease.pending and lease.pending[0][0] <= lease.num_computed_tokens:
             self._pending.remove(lease.pending.popleft()[1])
         self._end_copy(lease)
+        while self._forks:
+            self._abandon_sibling(self._forks.pop())
 
     def release(self, lease: PrefixLease) -> None:
         """Give everything back: on finish, abort, preemption and error alike. Idempotent.
@@ -335,18 +401,103 @@ class CacheManager:
         lease.block_table = []
         lease.tip = None
 
+    # --- for users instead of requests
+
+    def pin(self, chain: TokenChain, num_tokens: int, ttl_s: float | None = None) -> Pin | None:
+        """Hold the whole blocks of a prefix until ``unpin``, or for ``ttl_s`` seconds.
+
+        Args:
+            chain: The sequence.
+            num_tokens: Its prefix; only whole blocks of it are held.
+            ttl_s: > 0; None: no end.
+
+        Returns:
+            The pin, or None: not now (nothing changed), because the blocks are promised to requests that run.
+
+        Raises:
+            NotCached: Not all of the blocks are published; nothing is held.
+            PinBudgetExceeded: Pins would hold more than ``max_pinned`` blocks; nothing is held.
+            ConfigError: ttl_s is not positive.
+
+        Complexity: O(blocks of the prefix + log pins).
+        """
+        deadline_ns = None if ttl_s is None else self._deadlines.after(ttl_s)
+        self._expire_due()
+        nodes = self._published(chain, num_tokens)
+        blocks = [node.block for node in nodes]
+        num_pinned = self.num_pinned + sum([block not in self._num_pins_of for block in blocks])
+        if num_pinned > self._max_pinned:
+            raise PinBudgetExceeded(
+                f"[cache] pins may hold {self._max_pinned} of {self.num_blocks} blocks, received a pin that "
+                f"makes it {num_pinned}; unpin something or pin fewer tokens"
+            )
+        if sum([block.ref_count == 0 for block in blocks]) > self._pool.num_available:
+            return None
+        for block in blocks:
+            self._pool.hold(block)
+        self._num_pins_of.update(blocks)
+        pin = Pin(blocks, num_tokens=len(blocks) * self.block_size, deadline_ns=deadline_ns)
+        self._pins.add(pin)
+        if deadline_ns is not None:
+            self._deadlines.add(deadline_ns, pin)
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        """Let go of what a pin holds; its blocks stay cached. Idempotent. O(blocks of the pin)."""
+        if pin.is_released:
+            return
+        pin.is_released = True
+        self._pins.discard(pin)
+        # Deepest first (eviction inv. 1).
+        for block in reversed(pin.blocks):
+            self._num_pins_of[block] -= 1
+            if not self._num_pins_of[block]:
+                del self._num_pins_of[block]
+            self._unhold(block)
+        pin.blocks = []
+
+    def retain(self, chain: TokenChain, num_tokens: int, ttl_s: float) -> int:
+        """Evict the whole blocks of a prefix after all others of their tenant, for ``ttl_s`` seconds.
+
+        Asking again moves the end later, never earlier.
+
+        Args:
+            chain: The sequence.
+            num_tokens: Its prefix; only whole blocks of it are retained.
+            ttl_s: > 0.
+
+        Returns:
+            The tokens retained.
+
+        Raises:
+            NotCached: Not all of the blocks are published; nothing changed.
+            ConfigError: ttl_s is not positive.
+
+        Complexity: O(blocks of the prefix + log TTLs).
+        """
+        deadline_ns = self._deadlines.after(ttl_s)
+        self._expire_due()
+        nodes = self._published(chain, num_tokens)[::-1]
+        for node in nodes:  # deepest first (eviction inv. 1)
+            node.kept_until_ns = max(node.kept_until_ns, deadline_ns)
+            self._queue_again(node)
+        self._deadlines.add(deadline_ns, Retention(nodes))
+        return len(nodes) * self.block_size
+
     # --- the whole cache
 
     def reset(self) -> int:
-        """Drop every block that no lease holds from the cache; return how many."""
+        """Drop every block that nobody holds from the cache, retained ones too; return how many."""
         num_dropped = self.num_evictable
-        for _ in range(num_dropped):
-            self._drop(self._pool.evictable.oldest())
+        for block in self._pool.evictable:
+            self._pool.withdraw(block)
+            self._drop(block)
         self._counters.num_reset_blocks += num_dropped
         return num_dropped
 
     def stats(self) -> CacheStats:
-        """Return sizes and counters."""
+        """Return sizes and counters, after ending what is due."""
+        self._expire_due()
         return CacheStats(
             num_blocks=self.num_blocks,
             block_size=self.block_size,
@@ -354,6 +505,7 @@ class CacheManager:
             num_evictable=self.num_evictable,
             num_held=self.num_held,
             num_reserved=self.num_reserved,
+            num_pinned=self.num_pinned,
             **asdict(self._counters),
         )
 
@@ -365,7 +517,9 @@ class CacheManager:
 
         Complexity: O(blocks of the pool and of all leases).
         """
-        invariants.check(self._pool, self._tree, self._pending, tuple(self._leases))
+        invariants.check(
+            self._pool, self._tree, self._pending, tuple(self._leases), tuple(self._pins)
+        )
 
     # --- private
 
@@ -377,18 +531,17 @@ class CacheManager:
         """Allocate blocks promised to the lease."""
         for _ in range(num_new):
             if self._pool.num_free == 0:
-                self._drop(self._pool.evictable.oldest())
+                self._drop(self._pool.evict())
                 self._counters.num_evictions += 1
-            block = self._pool.allocate()
+            block = self._pool.allocate(lease.tenant)
             lease.blocks.append(block)
             lease.block_table.append(block.block_id)
             lease.num_reserved_blocks -= 1
             self._pool.num_reserved -= 1
 
     def _drop(self, block: Block) -> None:
-        """Make an evictable block free. It must be a leaf."""
+        """Make an evictable block, taken out of its queue, free. It must be a leaf."""
         assert block.node is not None
-        self._pool.evictable.remove(block)
         self._tree.remove(block.node)
         self._pool.free(block)
 
@@ -437,6 +590,8 @@ class CacheManager:
             assert lease.open_node is not None
             node = lease.open_node
             self._tree.publish(node, block_hash)
+            if parent.parent is not None and len(parent.ordered) == 2:
+                self._forks.append(node)
             self._counters.num_published_blocks += 1
         else:
             if lease.open_node is not None:
@@ -463,6 +618,7 @@ class CacheManager:
             self._tree.grow(lease.open_node, tokens)
         superseded = self._tree.superseded_by(lease.open_node)
         if superseded is not None:
+            self._pool.withdraw(superseded.block)
             self._drop(superseded.block)
             self._counters.num_superseded_blocks += 1
 
@@ -473,9 +629,54 @@ class CacheManager:
         if published.ref_count:
             self._tree.add_duplicate(node, block)
         else:
-            self._pool.evictable.remove(published)
+            self._pool.withdraw(published)
             self._tree.replace(node, block)
             self._pool.free(published)
+
+    def _abandon_sibling(self, node: Node) -> None:
+        """Tell the strategy that a chain was left for ``node``, when it was never hit and nobody holds it.
+
+        Only when ``node`` is its first sibling: below a prefix that many share, no continuation replaces another.
+        """
+        assert node.parent is not None
+        siblings = [other for other in node.parent.ordered if other is not node]
+        # None: it was the source of the copy that has just ended, and what was published begins with it.
+        if not siblings or siblings[0].block.ref_count or siblings[0].kept_until_ns:
+            return
+        sibling = siblings[0]
+        nodes = self._tree.never_hit_chain(sibling)
+        if nodes is not None:
+            sibling.block.partition.strategy.abandon([other.block for other in nodes])
+
+    def _published(self, chain: TokenChain, num_tokens: int) -> list[Node]:
+        """Return the nodes of the whole blocks of a prefix."""
+        num_blocks = min(num_tokens, chain.num_tokens) // self.block_size
+        nodes = self.match(chain, num_blocks * self.block_size).nodes
+        if len(nodes) < num_blocks or not nodes:
+            raise NotCached(
+                f"[cache] expected a prefix of whole blocks that are computed, received {num_tokens=} with "
+                f"{len(nodes)} of {num_blocks} blocks cached (block_size={self.block_size}); compute the prompt first"
+            )
+        return list(nodes)
+
+    def _queue_again(self, node: Node) -> None:
+        """Move an evictable block to the queue that its node's TTL asks for."""
+        if node.block.ref_count == 0:
+            self._pool.withdraw(node.block)
+            self._pool.keep(node.block)
+
+    def _expire_due(self) -> None:
+        """End the pins and TTLs whose time is over. O(1) when there are none, else O(their blocks + log entries)."""
+        for entry in self._deadlines.due():
+            if isinstance(entry, Pin):
+                self._counters.num_expired_pins += not entry.is_released
+                self.unpin(entry)
+                continue
+            for node in entry.nodes:
+                # Not when it was evicted since, or retained for longer.
+                if node.block.node is node and 0 < node.kept_until_ns <= self._deadlines.now_ns():
+                    node.kept_until_ns = 0
+                    self._queue_again(node)
 
     def _add_pending(self, lease: PrefixLease, chain: TokenChain) -> None:
         """Note what the lease is going to compute of the tokens known so far."""

@@ -23,6 +23,7 @@ class Counters:
     num_superseded_blocks: int = 0
     num_evictions: int = 0
     num_reset_blocks: int = 0
+    num_expired_pins: int = 0
     num_verification_failures: int = 0
 
 
@@ -40,11 +41,13 @@ class CacheStats:
     num_free: int
     """Blocks that hold nothing."""
     num_evictable: int
-    """Cached blocks that no lease holds."""
+    """Cached blocks that nobody holds."""
     num_held: int
-    """Blocks that leases hold."""
+    """Blocks that leases or pins hold."""
     num_reserved: int
     """Blocks promised to leases, not allocated yet; at most num_free + num_evictable."""
+    num_pinned: int
+    """Subset of num_held: those that pins hold, whether or not leases do too."""
     num_admissions: int
     """Leases given out; a preempted request counts again."""
     num_lookup_tokens: int
@@ -67,6 +70,8 @@ class CacheStats:
     """Cached blocks dropped to allocate their memory."""
     num_reset_blocks: int
     """Cached blocks dropped by reset; not in num_evictions."""
+    num_expired_pins: int
+    """Pins whose TTL ended before they were given up."""
     num_verification_failures: int
     """Identities that matched while the tokens did not, at lookup or commit. Never used."""
 

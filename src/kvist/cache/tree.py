@@ -42,7 +42,7 @@ _NO_BLOCK = BlockId(-1)
 
 
 class Node:
-    """The tokens of one block below one parent. Changed by ``PrefixTree`` only."""
+    """The tokens of one block below one parent. Changed by ``PrefixTree`` only, except where said."""
 
     __slots__ = (
         "block",
@@ -50,8 +50,10 @@ class Node:
         "children",
         "duplicates",
         "is_open",
+        "kept_until_ns",
         "keys",
         "namespace",
+        "num_hits",
         "ordered",
         "parent",
         "tokens",
@@ -79,6 +81,11 @@ class Node:
         """The children in the order of ``keys``."""
         self.duplicates: dict[Block, None] = {}
         """Inv. 3, oldest first."""
+        self.num_hits = 0
+        """Leases that began with it, each of which began with its ancestors too. ``manager`` counts; a strategy may
+        set it to 1 for a node that it knows from before."""
+        self.kept_until_ns = 0
+        """When its TTL ends; 0: it has none. ``manager`` sets it; an ancestor's is never earlier."""
 
     @property
     def is_partial(self) -> bool:
@@ -200,6 +207,17 @@ class PrefixTree:
         ):
             return sibling
         return None
+
+    def never_hit_chain(self, node: Node) -> list[Node] | None:
+        """Return a node and all its descendants, deepest first; None when one was hit or has siblings.
+
+        Complexity: O(nodes returned).
+        """
+        nodes = [node]
+        while not node.num_hits and len(node.ordered) == 1:
+            node = node.ordered[0]
+            nodes.append(node)
+        return None if node.num_hits or node.ordered else nodes[::-1]
 
     def is_covered(self, node: Node) -> bool:
         """Return whether a sibling begins with the tokens of ``node``."""

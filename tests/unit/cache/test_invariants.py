@@ -141,12 +141,12 @@ def keep_duplicates_of_an_unheld_node(state: State) -> None:
 
 def keep_a_covered_partial_block(state: State) -> None:
     partial = state.cached[2]
-    extension = state.tree.open(partial.parent, state.pool.allocate(), partial.tokens + bytes(4))
+    extension = state.tree.open(partial.parent, state.pool.allocate(""), partial.tokens + bytes(4))
     assert extension.parent is partial.parent
 
 
 def evict_parents_first(state: State) -> None:
-    state.pool.evictable.touch(state.cached[2].block)
+    state.pool.touch(state.cached[2].block)
 
 
 def leave_the_path(state: State) -> None:
@@ -217,7 +217,7 @@ def test_dump_shows_the_state_without_tokens() -> None:
     message = str(caught.value)
     for part in (
         "free (next last): [",
-        "evictable (oldest first): [",
+        "evictable (next first): [",
         "held: [Block(",
         "full node",
         "open node",

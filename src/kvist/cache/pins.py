@@ -1,0 +1,91 @@
+"""What users ask to be kept, and for how long.
+
+Responsible for the records of pins and TTLs, and for telling which of them are over. Changes no block: the manager
+does.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvist.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from kvist.cache.block import Block
+    from kvist.cache.tree import Node
+
+_NS_PER_S = 1_000_000_000
+
+
+class Pin:
+    """Blocks held for a user. Made by ``CacheManager.pin``, given back by ``unpin`` or by the end of its TTL."""
+
+    __slots__ = ("blocks", "deadline_ns", "is_released", "num_tokens")
+
+    def __init__(self, blocks: list[Block], *, num_tokens: int, deadline_ns: int | None) -> None:
+        self.blocks = blocks
+        """The blocks of the prefix in order; the manager's."""
+        self.num_tokens = num_tokens
+        """Length of the prefix, whole blocks."""
+        self.deadline_ns = deadline_ns
+        """When it ends, on the manager's clock; None: when it is given back."""
+        self.is_released = False
+
+    def __repr__(self) -> str:
+        state = "released" if self.is_released else "live"
+        return f"Pin({state}, {len(self.blocks)} blocks, deadline_ns={self.deadline_ns})"
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """A TTL on published blocks."""
+
+    nodes: Sequence[Node]
+    """Deepest first."""
+
+
+class Deadlines:
+    """Pins and TTLs by the time of their end.
+
+    Args:
+        clock_ns: Monotonic clock, in nanoseconds.
+    """
+
+    __slots__ = ("_clock_ns", "_entries", "_num_added")
+
+    def __init__(self, clock_ns: Callable[[], int]) -> None:
+        self._clock_ns = clock_ns
+        # The number decides between equal times, so that entries are never compared.
+        self._entries: list[tuple[int, int, Pin | Retention]] = []
+        self._num_added = 0
+
+    def now_ns(self) -> int:
+        """Return the time."""
+        return self._clock_ns()
+
+    def after(self, ttl_s: float) -> int:
+        """Return the time in ``ttl_s`` seconds, in nanoseconds.
+
+        Raises:
+            ConfigError: ttl_s is not a positive number.
+        """
+        if not 0.0 < ttl_s < math.inf:
+            raise ConfigError(
+                f"[cache] ttl_s must be a positive number of seconds, received {ttl_s}"
+            )
+        return self._clock_ns() + round(ttl_s * _NS_PER_S)
+
+    def add(self, deadline_ns: int, entry: Pin | Retention) -> None:
+        """Note when something ends. O(log entries)."""
+        self._num_added += 1
+        heapq.heappush(self._entries, (deadline_ns, self._num_added, entry))
+
+    def due(self) -> Iterator[Pin | Retention]:
+        """Take out and yield what is over, earliest first. O(log entries) each; reads no clock when there are none."""
+        while self._entries and self._entries[0][0] <= self._clock_ns():
+            yield heapq.heappop(self._entries)[2]
