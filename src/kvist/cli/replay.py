@@ -14,6 +14,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kvist.cache.eviction import STRATEGIES
 from kvist.cli.console import EXIT_USAGE, fail, note, note_console, print_json, result_console
 from kvist.cli.options import Only, takes_options
 from kvist.cli.plan import find_spec
@@ -24,7 +25,7 @@ from kvist.replay.cost import CostModel
 from kvist.replay.formats import block_size_of, load_trace, num_distinct_blocks
 from kvist.replay.metrics import Slo
 from kvist.replay.plot import label_of, require_matplotlib, write_plot
-from kvist.replay.setting import EVICTIONS, Setting
+from kvist.replay.setting import Setting
 from kvist.replay.simulator import Load
 from kvist.sched.policy import POLICIES as SCHEDULES
 from kvist.spec import GIB
@@ -155,7 +156,7 @@ def replay(  # noqa: PLR0913  # one per option
     if block_size != config.cache.block_size != CacheConfig().block_size:
         _usage(f"the trace has blocks of {block_size} tokens; drop --block-size")
     memory = _Memory(config, block_size, memory_blocks, memory_blocks_fraction, records)
-    evictions = _names("--eviction", eviction, EVICTIONS)
+    evictions = _names("--eviction", eviction, STRATEGIES)
     schedules = _names("--schedule", schedule or SchedulerConfig().schedule, SCHEDULES)
     settings = [
         Setting(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvist.cache.eviction import STRATEGIES
 from kvist.cache.hash import KEY_BYTES, BlockHasher
 from kvist.cache.manager import CacheManager
 from kvist.errors import ConfigError
@@ -16,9 +17,6 @@ from kvist.sched.scheduler import DEFAULT_MAX_OVERTAKES, Scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-EVICTIONS = ("default", "lru")
-"""Names of eviction policies. The cache's default is LRU in this version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +32,7 @@ class Setting:
     block_size: int
     """Tokens per block: the trace's own block size, where it has one, so that hits are exact at its granularity."""
     eviction: str = "default"
-    """A name in EVICTIONS."""
+    """A name in ``cache.eviction.STRATEGIES``."""
     schedule: str = "fcfs"
     """As ``--schedule``."""
     max_batch_tokens: int = 512
@@ -45,9 +43,9 @@ class Setting:
     reserve_tokens: int = 256
 
     def __post_init__(self) -> None:
-        if self.eviction not in EVICTIONS:
+        if self.eviction not in STRATEGIES:
             raise ConfigError(
-                f"[replay] --eviction must be one of {', '.join(EVICTIONS)}, received {self.eviction!r}"
+                f"[replay] --eviction must be one of {', '.join(STRATEGIES)}, received {self.eviction!r}"
             )
         for name in self.__slots__:
             value = getattr(self, name)
@@ -61,6 +59,7 @@ class Setting:
             num_blocks=self.num_blocks,
             block_size=self.block_size,
             hasher=BlockHasher(bytes(KEY_BYTES)),
+            eviction=self.eviction,
         )
 
     def make_scheduler(self, manager: CacheManager, clock: Callable[[], int]) -> Scheduler:
