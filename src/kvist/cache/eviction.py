@@ -1,7 +1,7 @@
 """Strategies: in which order cached blocks are given up.
 
 Responsible for queues of evictable blocks and for what a strategy remembers of blocks that went. Knows no leases and
-no memory limit; of the tree, a node's identity, its parent and whether it was hit. Whoever calls keeps two rules, and
+no memory limit; of the tree, a node's identity, its parent and how it was used. Whoever calls keeps two rules, and
 every strategy the third, so that eviction needs no search and never leaves a child without its parent:
 
 1. Blocks are appended, touched and abandoned deepest first, and an ancestor of a block that is appended is not queued.
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from kvist.cache.block import Block
     from kvist.types import BlockHash
 
-PROTECTED_FRACTION = 0.3
-"""Share of the pool that only blocks hit again may fill. 0.2-0.4 are within 1 % of each other on both traces of
-docs/decisions/0001-eviction.md; 0.5 and more lose."""
-GHOST_FRACTION = 1.0
-"""Identities remembered per block of the pool. Twice as many change less than 0.5 %, half as many lose."""
+MIN_PROTECTED, FIRST_PROTECTED, MAX_PROTECTED = 0.4, 0.5, 0.9
+"""Share of the pool that blocks hit again may fill: at least, at first, at most (docs/decisions/0001-eviction.md)."""
+MIN_CONTINUATIONS = 2
+"""Continuations after which new blocks are protected at once. One would protect the first fork of a shared prompt too,
+and costs 1 % of the ceiling on mooncake; two cost nothing and keep a live chat through a sweep."""
 
 
 class EvictionStrategy(Protocol):
@@ -107,33 +107,41 @@ class SegmentedLru:
     """Blocks that were hit outlive those that were not, however many of these pass through.
 
         goes first  [ abandoned | probation: never hit, or demoted )[ protected: hit )  goes last
-                                             ^ demoted, oldest first ^ at most PROTECTED_FRACTION of the pool
+                                             ^ demoted, oldest first ^ at most max_protected
 
-    A block is protected once a request has hit it, or when it comes back while its identity is still among the ghosts:
-    evicted not long ago, it was no one-off. When protected overflows, its least recently used blocks get another life
-    as the newest of probation. A sweep of one-off prompts passes through probation only.
+    A block is protected once a request has hit it; from its first use when it continues a sequence that was continued
+    before, as the third turn of a chat does; or when it comes back while its identity is still among the ghosts, since
+    what was evicted not long ago was no one-off. When protected overflows, its least recently used blocks get another
+    life as the newest of probation. A sweep of one-off prompts passes through probation only.
+
+    Ghosts also move the border, one block a time: one that was never hit says that probation is too short, one that was
+    hit says that protected is. Each kind has its own list, as long as the pool, so that a sweep fills only one.
 
     A chain that was never hit and has been left for another continuation goes first: an edited message, a regenerated
     answer, a tail that the next turn wrote differently.
 
-    Source: Karedla, Love, Wherry, Caching strategies to improve disk system performance (1994); ghosts as in
-    Megiddo, Modha, ARC (2003). The rule for abandoned chains is ours.
+    Source: Karedla, Love, Wherry, Caching strategies to improve disk system performance (1994), for the segments;
+    Megiddo, Modha, ARC (2003), for ghosts that move the border. The rules for continuations and abandoned chains are
+    ours.
     """
 
-    __slots__ = ("_ghosts", "_max_ghosts", "_max_protected", "_probation", "_protected")
+    __slots__ = (
+        "_ghosts_hit",
+        "_ghosts_new",
+        "_num_blocks",
+        "_probation",
+        "_protected",
+        "max_protected",
+    )
 
-    def __init__(
-        self,
-        num_blocks: int,
-        *,
-        protected_fraction: float = PROTECTED_FRACTION,
-        ghost_fraction: float = GHOST_FRACTION,
-    ) -> None:
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
         self._probation: OrderedDict[Block, None] = OrderedDict()
         self._protected: OrderedDict[Block, None] = OrderedDict()
-        self._ghosts: OrderedDict[BlockHash, None] = OrderedDict()
-        self._max_protected = int(num_blocks * protected_fraction)
-        self._max_ghosts = int(num_blocks * ghost_fraction)
+        self._ghosts_new: OrderedDict[BlockHash, None] = OrderedDict()
+        self._ghosts_hit: OrderedDict[BlockHash, None] = OrderedDict()
+        self.max_protected = int(num_blocks * FIRST_PROTECTED)
+        """Blocks that protected may have now."""
 
     def __len__(self) -> int:
         return len(self._probation) + len(self._protected)
@@ -142,25 +150,24 @@ class SegmentedLru:
         return chain(self._probation, self._protected)
 
     @property
-    def ghosts(self) -> Sequence[BlockHash]:
-        """Identities of blocks evicted not long ago, oldest first."""
-        return list(self._ghosts)
+    def num_ghosts(self) -> int:
+        """Identities remembered of blocks that went."""
+        return len(self._ghosts_new) + len(self._ghosts_hit)
 
     def append(self, block: Block) -> None:
         """Add a block as the newest one of its segment."""
         node = block.node
         assert node is not None
         assert node.parent is not None
-        # Popping even when it was hit since keeps out of the ghosts what is cached.
-        if node.block_hash is not None and self._ghosts.pop(node.block_hash, self) is None:
+        if node.block_hash is not None and self._was_ghost(node.block_hash):
             node.num_hits = node.num_hits or 1
-        if not node.num_hits:
+        if not node.num_hits and node.num_continuations < MIN_CONTINUATIONS:
             self._probation[block] = None
             return
-        # A ghost of the parent may be gone by now; it must not go before its child (inv. 2).
+        # The parent's ghost may be gone by now; it must not go before its child (inv. 2).
         node.parent.num_hits = node.parent.num_hits or 1
         self._protected[block] = None
-        while len(self._protected) > self._max_protected:
+        while len(self._protected) > self.max_protected:
             self._probation[self._protected.popitem(last=False)[0]] = None
 
     def touch(self, block: Block) -> None:
@@ -174,11 +181,13 @@ class SegmentedLru:
     def evict(self) -> Block:
         """Take out the oldest block of probation, or of protected when that is all there is."""
         block = (self._probation or self._protected).popitem(last=False)[0]
-        assert block.node is not None
-        if block.node.block_hash is not None:
-            self._ghosts[block.node.block_hash] = None
-            if len(self._ghosts) > self._max_ghosts:
-                self._ghosts.popitem(last=False)
+        node = block.node
+        assert node is not None
+        if node.block_hash is not None:
+            ghosts = self._ghosts_hit if node.num_hits else self._ghosts_new
+            ghosts[node.block_hash] = None
+            if len(ghosts) > self._num_blocks:
+                ghosts.popitem(last=False)
         return block
 
     def abandon(self, blocks: Sequence[Block]) -> None:
@@ -187,6 +196,18 @@ class SegmentedLru:
             self.remove(block)
             self._probation[block] = None
             self._probation.move_to_end(block, last=False)
+
+    def _was_ghost(self, block_hash: BlockHash) -> bool:
+        """Take an identity that came back from the ghosts, and move the border by what it says."""
+        if block_hash in self._ghosts_new:
+            del self._ghosts_new[block_hash]
+            self.max_protected = max(self.max_protected - 1, int(self._num_blocks * MIN_PROTECTED))
+        elif block_hash in self._ghosts_hit:
+            del self._ghosts_hit[block_hash]
+            self.max_protected = min(self.max_protected + 1, int(self._num_blocks * MAX_PROTECTED))
+        else:
+            return False
+        return True
 
 
 STRATEGIES: Mapping[str, StrategyFactory] = {"default": SegmentedLru, "lru": Lru}

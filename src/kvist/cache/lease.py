@@ -72,6 +72,7 @@ class PrefixLease:
         "copy_source",
         "is_released",
         "num_computed_tokens",
+        "num_continuations",
         "num_reserved_blocks",
         "num_sealed",
         "num_shared",
@@ -108,6 +109,8 @@ class PrefixLease:
         """False without a prefix cache, and after an identity collided with other tokens."""
         self.tenant = tenant
         """Whose share its blocks count in."""
+        self.num_continuations = 0
+        """See ``Node``; of the nodes that it publishes."""
         self.num_sealed = 0
         """Leading full blocks that are in the tree, as a node's block or as a duplicate of it."""
         self.tip: Node | None = None

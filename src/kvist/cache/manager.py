@@ -279,23 +279,11 @@ class CacheManager:
             num_new = max(num_footprint - len(hits), 0)
             if num_taken + num_new > pool.num_available:
                 return None
-        for node in match.nodes:  # inv. 2
-            node.num_hits += 1
-            pool.hold(node.block)
+        lease = self._lease_on_hits(match, chain)
         if source is not None:
             pool.hold(source)
         pool.num_reserved += num_new
-        lease = PrefixLease(
-            num_reserved_blocks=num_new,
-            can_publish=self.prefix_cache,
-            tenant=chain.namespace.tenant,
-        )
-        self._leases.add(lease)
-        lease.blocks = hits
-        lease.block_table = [block.block_id for block in hits]
-        lease.num_shared = lease.num_sealed = len(hits)
-        lease.num_computed_tokens = len(hits) * self.block_size
-        lease.tip = match.nodes[-1] if hits else None
+        lease.num_reserved_blocks = num_new
         if source is not None and copy is not None:
             lease.copy_source = source
             try:
@@ -523,6 +511,27 @@ class CacheManager:
 
     # --- private
 
+    def _lease_on_hits(self, match: PrefixMatch, chain: TokenChain) -> PrefixLease:
+        """Return a lease that holds the hits of a match and nothing else yet."""
+        lease = PrefixLease(
+            num_reserved_blocks=0,
+            can_publish=self.prefix_cache,
+            tenant=chain.namespace.tenant,
+        )
+        self._leases.add(lease)
+        for node in match.nodes:  # inv. 2
+            node.num_hits += 1
+            self._pool.hold(node.block)
+        lease.blocks = [node.block for node in match.nodes]
+        lease.block_table = list(match.block_ids)
+        lease.num_shared = lease.num_sealed = len(match.nodes)
+        lease.num_computed_tokens = lease.num_shared * self.block_size
+        if match.nodes:
+            lease.tip = match.nodes[-1]
+            if lease.tip.is_end:
+                lease.num_continuations = lease.tip.num_continuations + 1
+        return lease
+
     def _require_live(self, lease: PrefixLease, verb: str) -> None:
         if lease.is_released:
             raise InvariantViolation(f"[cache] {verb} needs a live lease, received {lease!r}")
@@ -590,6 +599,7 @@ class CacheManager:
             assert lease.open_node is not None
             node = lease.open_node
             self._tree.publish(node, block_hash)
+            node.num_continuations = lease.num_continuations
             if parent.parent is not None and len(parent.ordered) == 2:
                 self._forks.append(node)
             self._counters.num_published_blocks += 1
@@ -667,6 +677,8 @@ class CacheManager:
 
     def _expire_due(self) -> None:
         """End the pins and TTLs whose time is over. O(1) when there are none, else O(their blocks + log entries)."""
+        if not self._deadlines.entries:
+            return
         for entry in self._deadlines.due():
             if isinstance(entry, Pin):
                 self._counters.num_expired_pins += not entry.is_released

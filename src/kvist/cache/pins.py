@@ -56,12 +56,13 @@ class Deadlines:
         clock_ns: Monotonic clock, in nanoseconds.
     """
 
-    __slots__ = ("_clock_ns", "_entries", "_num_added")
+    __slots__ = ("_clock_ns", "_num_added", "entries")
 
     def __init__(self, clock_ns: Callable[[], int]) -> None:
         self._clock_ns = clock_ns
         # The number decides between equal times, so that entries are never compared.
-        self._entries: list[tuple[int, int, Pin | Retention]] = []
+        self.entries: list[tuple[int, int, Pin | Retention]] = []
+        """A heap: time of the end, number, what ends."""
         self._num_added = 0
 
     def now_ns(self) -> int:
@@ -83,9 +84,9 @@ class Deadlines:
     def add(self, deadline_ns: int, entry: Pin | Retention) -> None:
         """Note when something ends. O(log entries)."""
         self._num_added += 1
-        heapq.heappush(self._entries, (deadline_ns, self._num_added, entry))
+        heapq.heappush(self.entries, (deadline_ns, self._num_added, entry))
 
     def due(self) -> Iterator[Pin | Retention]:
-        """Take out and yield what is over, earliest first. O(log entries) each; reads no clock when there are none."""
-        while self._entries and self._entries[0][0] <= self._clock_ns():
-            yield heapq.heappop(self._entries)[2]
+        """Take out and yield what is over, earliest first. O(log entries) each."""
+        while self.entries and self.entries[0][0] <= self._clock_ns():
+            yield heapq.heappop(self.entries)[2]

@@ -53,6 +53,7 @@ class Node:
         "kept_until_ns",
         "keys",
         "namespace",
+        "num_continuations",
         "num_hits",
         "ordered",
         "parent",
@@ -84,6 +85,9 @@ class Node:
         self.num_hits = 0
         """Leases that began with it, each of which began with its ancestors too. ``manager`` counts; a strategy may
         set it to 1 for a node that it knows from before."""
+        self.num_continuations = 0
+        """How many leases before the one that published it each went on where the one before had ended. ``manager``
+        sets it."""
         self.kept_until_ns = 0
         """When its TTL ends; 0: it has none. ``manager`` sets it; an ancestor's is never earlier."""
 
@@ -91,6 +95,14 @@ class Node:
     def is_partial(self) -> bool:
         """Whether it is a head left behind by a released lease."""
         return self.block_hash is None and not self.is_open and self.parent is not None
+
+    @property
+    def is_end(self) -> bool:
+        """Whether nothing that was ever hit follows it.
+
+        What goes on from here continues its sequence or replaces the end of it; it shares no prefix with others.
+        """
+        return not self.ordered or (len(self.ordered) == 1 and not self.ordered[0].num_hits)
 
     def best_child(self, tokens: bytes) -> tuple[Node, int] | None:
         """Return the child with the longest common token prefix, and its length in tokens; None: no common token.
