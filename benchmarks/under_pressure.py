@@ -178,7 +178,8 @@ def summarise(seen: dict[str, Seen], makespan_s: float, jobs: list[Job], slo: tu
         "ttft_long_s": percentiles([ttft[n] for n in seen if len(by_name[n].prompt) >= p90]),
         "tpot_s": percentiles(list(tpot.values())),
         "e2e_s": percentiles(list(e2e.values())),
-        "hit_share": sum(r.num_cached for r in seen.values()) / sum(len(job.prompt) for job in jobs),
+        "hit_share": sum(r.num_cached for r in seen.values())
+        / sum(len(job.prompt) for job in jobs),
         "jain_fairness": jain_index(
             [(len(by_name[n].prompt) + by_name[n].num_output) / e2e[n] for n in seen]
         ),
@@ -191,8 +192,12 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--requests", type=int, default=200, help=">= 2")
     parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--fit", type=float, default=8.0, help="average requests that KV memory holds")
-    parser.add_argument("--max-context", type=int, default=1024, help="tokens of the longest request")
+    parser.add_argument(
+        "--fit", type=float, default=8.0, help="average requests that KV memory holds"
+    )
+    parser.add_argument(
+        "--max-context", type=int, default=1024, help="tokens of the longest request"
+    )
     parser.add_argument("--max-batch-tokens", type=int, default=256)
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--schedules", default="static,fcfs,shortest,prefix,fair")
@@ -205,7 +210,9 @@ def main() -> int:
     schedules = arguments.schedules.split(",")
     unknown = [name for name in schedules if name not in POLICIES]
     if unknown:
-        raise ConfigError(f"[benchmark] --schedules must be among {', '.join(POLICIES)}, received {unknown}")  # fmt: skip
+        raise ConfigError(
+            f"[benchmark] --schedules must be among {', '.join(POLICIES)}, received {unknown}"
+        )
     rng = random.Random(arguments.seed)
     lengths, factor = draw_lengths(
         arguments.data / "traces" / "azure_2023_conv.csv",
@@ -220,7 +227,7 @@ def main() -> int:
     book = tokenizer.encode(text, add_special_tokens=False)
     jobs = make_jobs(lengths, book, arguments.block_size, rng)
     footprints = [job.num_blocks(arguments.block_size) for job in jobs]
-    num_blocks = max(max(footprints), int(arguments.fit * statistics.mean(footprints)))
+    num_blocks = max(*footprints, int(arguments.fit * statistics.mean(footprints)))
     config = EngineConfig.from_options(
         model=arguments.model, block_size=arguments.block_size, max_batch_tokens=arguments.max_batch_tokens,
         threads=arguments.threads,

@@ -15,12 +15,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvist.cache.eviction import STRATEGIES
-from kvist.cli.console import EXIT_USAGE, fail, note, note_console, print_json, result_console
+from kvist.cli.console import (
+    EXIT_USAGE,
+    fail,
+    note,
+    note_console,
+    print_json,
+    result_console,
+    working,
+)
 from kvist.cli.options import Only, takes_options
 from kvist.cli.plan import find_spec
 from kvist.config import CacheConfig, EngineConfig, SchedulerConfig
 from kvist.plan import memory_estimate
-from kvist.replay.compare import Timing, replay_trace
+from kvist.replay.compare import BELADY, Timing, replay_belady, replay_trace
 from kvist.replay.cost import CostModel
 from kvist.replay.formats import block_size_of, load_trace, num_distinct_blocks
 from kvist.replay.metrics import Slo
@@ -64,7 +72,10 @@ def replay(  # noqa: PLR0913  # one per option
     ] = None,
     eviction: Annotated[
         str,
-        typer.Option(help="eviction policies to compare", metavar="A,B,..."),
+        typer.Option(
+            help="eviction strategies to compare; belady is the clairvoyant ceiling of hits",
+            metavar="A,B,...",
+        ),
     ] = "default",
     schedule: Annotated[
         str | None, typer.Option(help="schedules to compare; needs the clock", metavar="A,B,...")
@@ -156,7 +167,7 @@ def replay(  # noqa: PLR0913  # one per option
     if block_size != config.cache.block_size != CacheConfig().block_size:
         _usage(f"the trace has blocks of {block_size} tokens; drop --block-size")
     memory = _Memory(config, block_size, memory_blocks, memory_blocks_fraction, records)
-    evictions = _names("--eviction", eviction, STRATEGIES)
+    evictions = _names("--eviction", eviction, (*STRATEGIES, BELADY))
     schedules = _names("--schedule", schedule or SchedulerConfig().schedule, SCHEDULES)
     settings = [
         Setting(
@@ -173,8 +184,12 @@ def replay(  # noqa: PLR0913  # one per option
         )
         for schedule_name in schedules
         for name in evictions
+        if name != BELADY
     ]
     runs = _run(records, settings, timing)
+    if BELADY in evictions:
+        with working("belady"):
+            runs.append(replay_belady(records, memory.num_blocks))
     for run in runs:
         run["kv_held_bytes"] = _scaled(run.get("kv_held_blocks"), memory.block_bytes)
     document = {
@@ -400,4 +415,5 @@ _ROWS: tuple[tuple[str, Callable[[Document], str]], ...] = (
     ("KV held, peak", _number("kv_held_bytes.peak", ",.2f", 1 / GIB, " GiB")),
     ("wall s", _number("wall_s", ",.1f")),
     ("requests per wall minute", _number("requests_per_wall_minute", ",.0f")),
+    ("requests per CPU minute", _number("requests_per_cpu_minute", ",.0f")),
 )

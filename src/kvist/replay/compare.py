@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvist.replay.belady import belady
 from kvist.replay.cost import CostModel
 from kvist.replay.hits import replay_hits
 from kvist.replay.metrics import Slo, describe_hits, describe_timeline
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from kvist.replay.setting import Setting
     from kvist.replay.simulator import Load
     from kvist.replay.traces import TraceRequest
+
+BELADY = "belady"
+"""Not a strategy of the cache: the ceiling of hits, which knows the future."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +43,6 @@ def replay_trace(
     setting: Setting,
     timing: Timing | None,
     on_finished: Callable[[], None] = lambda: None,
-    clock: Callable[[], int] = time.perf_counter_ns,
 ) -> Document:
     """Take a trace through one engine and return what came of it.
 
@@ -48,7 +51,6 @@ def replay_trace(
         setting: The engine.
         timing: None: prompts one after another, for hit shares alone (``hits``).
         on_finished: Called after every request.
-        clock: Monotonic nanoseconds, for ``wall_s``.
 
     Raises:
         ConfigError: The setting cannot work.
@@ -56,10 +58,10 @@ def replay_trace(
 
     Side effects: pauses the garbage collector of the process.
     """
-    started_ns = clock()
+    stopwatch = _Stopwatch()
     with _collector_paused():
         document = _replay(records, setting, timing, on_finished)
-    return document | wall_time(len(records), clock() - started_ns)
+    return document | stopwatch.read(len(records))
 
 
 def _replay(
@@ -79,13 +81,45 @@ def _replay(
     return describe_timeline(setting, timeline, simulator.manager.stats(), timing.slo)
 
 
-def wall_time(num_requests: int, duration_ns: int) -> Document:
-    """Return how long a replay took on this machine."""
-    wall_s = duration_ns / 1e9
+def replay_belady(records: Sequence[TraceRequest], num_blocks: int) -> Document:
+    """Return the document of the clairvoyant ceiling: hits only, prompts one after another.
+
+    Raises:
+        TraceError: An id of the trace follows different ids in different prompts.
+    """
+    stopwatch = _Stopwatch()
+    ceiling = belady(records, num_blocks)
     return {
-        "wall_s": wall_s,
-        "requests_per_wall_minute": 60 * num_requests / wall_s if wall_s else None,
+        "mode": "hits",
+        "eviction": BELADY,
+        "schedule": None,
+        "num_blocks": num_blocks,
+        "requests": ceiling.num_requests + ceiling.num_refused,
+        "refused": {"PromptTooLong": ceiling.num_refused} if ceiling.num_refused else {},
+        "hit_share": ceiling.hit_share,
+        "hit_tokens": ceiling.num_hit_tokens,
+        "prompt_tokens": ceiling.num_input_tokens,
+        **stopwatch.read(len(records)),
     }
+
+
+class _Stopwatch:
+    """Runs from when it is made."""
+
+    def __init__(self) -> None:
+        self._wall_ns = time.perf_counter_ns()
+        self._cpu_ns = time.process_time_ns()
+
+    def read(self, num_requests: int) -> Document:
+        """Return how long a replay of so many requests took on this machine: on the wall, and of one core."""
+        wall_s = (time.perf_counter_ns() - self._wall_ns) / 1e9
+        cpu_s = (time.process_time_ns() - self._cpu_ns) / 1e9
+        return {
+            "wall_s": wall_s,
+            "cpu_s": cpu_s,
+            "requests_per_wall_minute": 60 * num_requests / wall_s if wall_s else None,
+            "requests_per_cpu_minute": 60 * num_requests / cpu_s if cpu_s else None,
+        }
 
 
 @contextmanager

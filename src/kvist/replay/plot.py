@@ -51,7 +51,8 @@ def write_plot(path: Path, runs: Sequence[Document], *, title: str) -> None:
     )
     FigureCanvasAgg(figure)
     figure.suptitle(title)
-    panels = [figure.add_subplot(-(-num_panels // 3), min(3, num_panels), i + 1) for i in range(num_panels)]  # fmt: skip
+    num_rows, num_columns = -(-num_panels // 3), min(3, num_panels)
+    panels = [figure.add_subplot(num_rows, num_columns, i + 1) for i in range(num_panels)]
     _bars(
         panels[0], runs, [100 * run["hit_share"] for run in runs], "hit share, % of prompt tokens"
     )

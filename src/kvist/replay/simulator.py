@@ -6,19 +6,19 @@ computed, shared, evicted, deferred or preempted is decided by ``Scheduler`` and
 One step is planned, takes its price (``cost``), and is applied; requests that arrived meanwhile are added, and so on.
 That alone would plan once for every token of the longest output. Two kinds of steps are not planned (*fast-forward*):
 
-1.  A sequence that only decodes inside one block changes nothing that anybody else can see: it allocates nothing and
-    publishes no full block, and nobody shares its output. It is *asleep* (``Scheduler.sleep``), and counted in the price
-    of every step and against the budget. It is planned again in the steps that matter: the first after its prompt, the
-    one that starts a block, the one that fills a block, its last one. Steps in which everybody is asleep are one jump,
-    which ends where somebody wakes or a request arrives.
+1.  A sequence that only decodes inside one block changes nothing that anybody can see: it allocates nothing and
+    publishes no full block, and nobody shares its output. It is *asleep* (``Scheduler.sleep``), and counted in the
+    price of every step and against the budget. It is planned again in the steps that matter: the first after its prompt,
+    the one that starts a block, the one that fills a block, its last one. Steps in which everybody is asleep are one
+    jump, which ends where somebody wakes or a request arrives.
 2.  While one request prefills, nobody else is awake and nobody waits, its whole chunks are extended and committed
     one after another without planning.
 
 What differs from planning every step: nothing in what is cached, evicted or hit, nor in any time, as long as every
 running sequence gets its token in every step (``max_batch_tokens >= max_running``; otherwise all steps are planned).
-Counters of the scheduler that count plans (``num_steps``, ``num_deferred_admissions``) count fewer. Whoever looks at the
-tokens of a running request (``fair`` charging for output; the choice of a victim, which happens only when requests set no
-``max_tokens``) sees those of a sleeping one late, by less than a block.
+Counters of the scheduler that count plans (``num_steps``, ``num_deferred_admissions``) count fewer. Whoever looks at
+the tokens of a running request (``fair`` charging for output; the choice of a victim, which happens only when requests
+set no ``max_tokens``) sees those of a sleeping one late, by less than a block.
 
 Invariants:
     1. ``_num_attended`` is the sum over sleeping sequences of the positions that their next step attends to.

@@ -34,9 +34,9 @@ def replay_json(kvist, *arguments):
 def test_the_contract(kvist, trace):
     document = replay_json(
         kvist, trace, "--format", "mooncake", "--memory-blocks-fraction", "1.0",
-        "--eviction", "default,lru",
+        "--eviction", "default,lru,belady",
     )  # fmt: skip
-    assert [run["eviction"] for run in document["runs"]] == ["default", "lru"]
+    assert [run["eviction"] for run in document["runs"]] == ["default", "lru", "belady"]
     for run in document["runs"]:
         assert run["requests"] == 3
         assert run["hit_share"] == 1024 / 2724
@@ -57,7 +57,9 @@ def test_options_of_the_clock_turn_it_on(kvist, trace):
 
 
 def test_the_table_has_a_column_for_each_run(kvist, trace):
-    result = kvist("replay", str(trace), "--schedule", "fcfs,fair", "--concurrency", "2", "--memory-blocks", "20")  # fmt: skip
+    result = kvist("replay", str(trace), "--schedule", "fcfs,fair", "--concurrency", "2",
+        "--memory-blocks", "20",
+    )  # fmt: skip
     assert result.exit_code == 0, result.output
     for text in ("fcfs / default", "fair / default", "hit share", "TTFT s", "virtual clock"):
         assert text in result.stdout
@@ -83,7 +85,9 @@ def test_formats_are_told_from_the_first_line(kvist, tmp_path):
     assert document["runs"][0]["hit_tokens"] == 2 * 128
     assert document["distinct_blocks"] == 6
     for name in ("claude-code", "sessions"):
-        document = replay_json(kvist, sessions, "--format", name, "--sessions", "1", "--memory-blocks", "90")  # fmt: skip
+        document = replay_json(
+            kvist, sessions, "--format", name, "--sessions", "1", "--memory-blocks", "90"
+        )
         assert document["requests"] == 2
 
 
@@ -153,7 +157,9 @@ def test_plot_names_the_extra(kvist, trace, tmp_path):
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs kvist[plot]")
 def test_plot_is_a_png(kvist, trace, tmp_path):
     path = tmp_path / "x.png"
-    result = kvist("replay", str(trace), "--schedule", "fcfs,fair", "--memory-blocks", "20", "--plot", str(path))  # fmt: skip
+    result = kvist("replay", str(trace), "--schedule", "fcfs,fair", "--memory-blocks", "20",
+        "--plot", str(path),
+    )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert path.read_bytes().startswith(b"\x89PNG")
 

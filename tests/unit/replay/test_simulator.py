@@ -271,5 +271,5 @@ def test_steps_lasting_is_the_least_number(growth):
     "numbers", [{"speedup": 0.0}, {"speedup": float("nan")}, {"concurrency": 0}]
 )
 def test_impossible_loads_are_refused(numbers):
-    with pytest.raises(ConfigError, match="--speedup|--concurrency"):
+    with pytest.raises(ConfigError, match=r"--speedup|--concurrency"):
         Load(**numbers)
