@@ -52,15 +52,16 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # A finished installation leaves a stamp, so that the next run starts at once; a changed pyproject.toml renews it.
+# --no-compile: thousands of modules of torch and transformers are never imported, and compiling them takes a minute.
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	$(BIN)/python tools/check_torch.py
-	$(BIN)/python -m pip install --editable .
+	$(BIN)/python -m pip install --no-compile --editable .
 	touch $@
 
 $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[test]'
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[dev]'
 	touch $@

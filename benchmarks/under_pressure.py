@@ -1,10 +1,10 @@
 """The real engine with memory for a few of the requests that clients send: makespan, goodput and TTFT of each schedule.
 
-Requests have the lengths of the Azure conversation trace, scaled: the longest of those drawn (prompt and output) becomes
---max-context tokens, all others shrink by the same factor, and none below 8 prompt and 1 output tokens. Prompts are
-stretches of a real book; a share of them begin with one of a few common stretches, as chats with a system prompt do. A
-closed loop of clients sends them in one order, KV memory holds about --fit average requests, and every schedule runs once
-a round, in an order that rotates. Ends with one JSON line.
+Requests have the lengths of the Azure conversation trace, scaled: the longest of those drawn (prompt and output)
+becomes --max-context tokens, all others shrink by the same factor, and none below 8 prompt and 1 output tokens. Prompts
+are stretches of a real book; a share of them begin with one of a few common stretches, as chats with a system prompt
+do. A closed loop of clients sends them in one order, KV memory holds about --fit average requests, and every schedule
+runs once a round, in an order that rotates. Ends with one JSON line.
 
     python benchmarks/under_pressure.py [--data ../shared/data] [--requests 200] [--max-context 1024] [--rounds 3]
 
@@ -77,7 +77,9 @@ class Seen:
     num_cached: int = 0
 
 
-def draw_lengths(path: Path, count: int, max_context: int, rng: random.Random) -> tuple[list[tuple[int, int]], float]:  # fmt: skip
+def draw_lengths(
+    path: Path, count: int, max_context: int, rng: random.Random
+) -> tuple[list[tuple[int, int]], float]:
     """Return scaled (prompt, output) lengths drawn from the trace, and the factor."""
     with path.open(newline="") as file:
         rows = [
@@ -155,7 +157,9 @@ def run_schedule(
     return seen, makespan_s, {name: tuple(tokens) for name, tokens in answers.items()}, counters
 
 
-def summarise(seen: dict[str, Seen], makespan_s: float, jobs: list[Job], slo: tuple[float, float]) -> dict[str, object]:  # fmt: skip
+def summarise(
+    seen: dict[str, Seen], makespan_s: float, jobs: list[Job], slo: tuple[float, float]
+) -> dict[str, object]:
     """Return the metrics of one run."""
     by_name = {job.name: job for job in jobs}
     lengths = sorted(len(job.prompt) for job in jobs)
@@ -186,7 +190,7 @@ def summarise(seen: dict[str, Seen], makespan_s: float, jobs: list[Job], slo: tu
     }
 
 
-def main() -> int:
+def main() -> int:  # noqa: PLR0915  # the order of a benchmark, top to bottom
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
     parser.add_argument("--model", default="smollm2-135m")

@@ -150,6 +150,10 @@ class ServerConfig:
     max_body_mib: float = option(
         8.0, "request bodies larger than this are refused with 413, in MiB"
     )
+    drain_s: float = option(
+        1.0,
+        "seconds that running requests get to finish after SIGTERM; new ones are refused with 503",
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -157,6 +161,9 @@ class ServerConfig:
             raise ConfigError(msg)
         if not 0.0 < self.max_body_mib <= 1024.0:
             msg = f"[config] --max-body-mib must be in (0, 1024], received {self.max_body_mib}"
+            raise ConfigError(msg)
+        if not 0.0 <= self.drain_s < float("inf"):
+            msg = f"[config] --drain-s must be a number of seconds, 0 or more, received {self.drain_s}"
             raise ConfigError(msg)
 
 

@@ -13,6 +13,7 @@ nothing about requests, tensors or HTTP libraries.
         NotCached              a prefix to pin or retain is not computed -> HTTP 400
         PinBudgetExceeded      pins would hold more than they may       -> HTTP 400
       EngineOverloaded       the queue is full                          -> HTTP 429
+      DeadlineExceeded       the request's own time ran out           -> HTTP 504
       EngineStopped          the engine has been shut down              -> HTTP 503
       TraceError             a recorded trace cannot be read
       CacheCorruption        a stored block failed verification
@@ -96,6 +97,10 @@ class EngineOverloaded(EngineError):
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class DeadlineExceeded(EngineError):
+    """The time that the request gave itself ran out before it had any output."""
 
 
 class EngineStopped(EngineError):

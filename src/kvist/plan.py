@@ -88,6 +88,8 @@ class EnginePlan:
     """False: every token recomputes the whole sequence."""
     schedule: str
     """Order of waiting requests."""
+    max_overtakes: int
+    """Later requests that may start before one that waits."""
     max_batch_tokens: int
     """Token positions computed in one step at most."""
     max_running: int
@@ -113,6 +115,7 @@ class EnginePlan:
             f"prefix_cache={'on' if self.prefix_cache else 'off'}",
             f"kv_cache={'on' if self.keep_kv else 'off'}",
             f"schedule={self.schedule}",
+            f"max_overtakes={self.max_overtakes}",
             f"max_batch_tokens={self.max_batch_tokens}",
             f"max_running={self.max_running}",
             f"max_queue={self.max_queue}",
@@ -189,6 +192,7 @@ def resolve(config: EngineConfig, spec: ModelSpec, hardware: Hardware) -> Engine
         prefix_cache=keep_kv and config.cache.prefix_cache == "on",
         keep_kv=keep_kv,
         schedule=config.scheduler.schedule,
+        max_overtakes=config.scheduler.max_overtakes,
         max_batch_tokens=config.scheduler.max_batch_tokens,
         max_running=config.scheduler.max_running,
         max_queue=config.scheduler.max_queue,

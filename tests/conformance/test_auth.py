@@ -78,13 +78,23 @@ def test_health_needs_no_key():
     app = create_app(FakeEngine(), ServerConfig(api_key=("key-1",)))
     answer = request(app, "GET", "/health")
     assert answer.status == 200
-    assert answer.json() == {"status": "ok"}
+    assert answer.json() == {"status": "ready"}
+    answer = request(app, "GET", "/health/live")
+    assert (answer.status, answer.json()) == (200, {"status": "live"})
 
 
-def test_health_tells_when_the_engine_has_stopped():
-    answer = request(create_app(FakeEngine(is_running=False), ServerConfig()), "GET", "/health")
-    assert answer.status == 503
-    assert answer.error["code"] == "engine_stopped"
+@pytest.mark.parametrize(
+    ("engine", "ready", "live"),
+    [
+        ({"is_running": False}, (503, "starting"), (200, "live")),
+        ({"is_running": False, "has_stopped": True}, (503, "stopped"), (503, "stopped")),
+    ],
+)
+def test_health_tells_what_only_a_restart_helps_from_what_passes(engine, ready, live):
+    app = create_app(FakeEngine(**engine), ServerConfig())
+    for path, expected in (("/health", ready), ("/health/live", live)):
+        answer = request(app, "GET", path)
+        assert (answer.status, answer.json()["status"]) == expected
 
 
 def test_cache_statistics_are_the_engine_s():

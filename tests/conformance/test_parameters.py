@@ -11,6 +11,7 @@ from tests.support.asgi import events, request
 from tests.support.fake_engine import FakeEngine, Reply
 
 from kvist.config import ServerConfig
+from kvist.errors import DeadlineExceeded
 from kvist.server.app import create_app
 from kvist.server.protocol import (
     ChatMessage,
@@ -19,7 +20,7 @@ from kvist.server.protocol import (
     StreamOptions,
     TextPart,
 )
-from kvist.types import SamplingParams
+from kvist.types import FinishReason, SamplingParams
 
 MINIMAL = {
     CompletionRequest: {"model": "fake-1", "prompt": "p"},
@@ -48,8 +49,13 @@ SAMPLING = {
     "top_k": (5, {}, "top_k"),
     "top_p": (0.5, {}, "top_p"),
 }
+ORDER = {
+    "priority": (-3, {}, "priority"),
+    "timeout_s": (2.5, {}, "deadline_s"),
+}
 OTHERS = {
     CompletionRequest: {
+        **ORDER,
         "prompt": ("q", {}, "prompt"),
         "echo": (True, {}, "answer"),
         "logprobs": (2, {}, "logprobs"),
@@ -58,6 +64,7 @@ OTHERS = {
         "model": ("other", {}, "status"),
     },
     ChatRequest: {
+        **ORDER,
         "messages": ([{"role": "system", "content": "p"}], {}, "prompt"),
         "logprobs": (True, {}, "logprobs"),
         "top_logprobs": (3, {"logprobs": True}, "logprobs"),
@@ -116,6 +123,7 @@ def observed(kind, document):
         seen["prompt"] = submission.prompt_token_ids
         for name in SamplingParams.__dataclass_fields__:
             seen[name] = getattr(submission.params, name)
+        seen |= {"priority": submission.priority, "deadline_s": submission.deadline_s}
     return seen
 
 
@@ -460,3 +468,33 @@ def test_query_parameters_are_refused(kind):
     answer = request(app, "POST", f"{PATHS[kind]}?temperature=0", MINIMAL[kind])
     assert answer.status == 400
     assert answer.error["param"] == "temperature"
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("priority", 0.5),
+        ("priority", True),
+        ("priority", 2**31),
+        ("timeout_s", 0),
+        ("timeout_s", -1.0),
+        ("timeout_s", "2"),
+    ],
+)
+def test_order_of_a_wrong_kind_is_refused_by_name(kind, name, value):
+    answer = ask(kind, {**MINIMAL[kind], name: value})
+    assert answer.status == 400
+    assert answer.error["param"] == name
+
+
+@KINDS
+def test_time_that_runs_out_is_504_without_output_and_length_with_some(kind):
+    engine = FakeEngine()
+    engine.refusals.append(DeadlineExceeded("[engine] too late"))
+    answer = ask(kind, {**MINIMAL[kind], "timeout_s": 1}, engine)
+    assert answer.status == 504
+    assert (answer.error["code"], answer.error["type"]) == ("deadline_exceeded", "timeout_error")
+    engine = FakeEngine(reply=Reply(finish_reason=FinishReason.TIMEOUT))
+    answer = ask(kind, {**MINIMAL[kind], "timeout_s": 1}, engine)
+    assert answer.json()["choices"][0]["finish_reason"] == "length"

@@ -128,7 +128,7 @@ def test_second_signal_does_not_wait():
         client.request("POST", "/v1/completions", json.dumps(BODY), JSON)
         client.getresponse().readline()
         child.send_signal(signal.SIGTERM)
-        wait_for(lambda: not is_listening(port))
+        wait_for(lambda: health(port) != "ready")
         child.send_signal(signal.SIGTERM)
         started = time.monotonic()
         assert child.wait(END_S) == 0
@@ -138,7 +138,7 @@ def test_second_signal_does_not_wait():
 def test_idle_server_ends_at_once():
     with process() as (child, port), connection(port) as client:
         client.request("GET", "/health")
-        assert client.getresponse().read() == b'{"status":"ok"}'
+        assert client.getresponse().read() == b'{"status":"ready"}'
         child.send_signal(signal.SIGTERM)
         started = time.monotonic()
         assert child.wait(END_S) == 0
@@ -221,12 +221,33 @@ def test_malformed_http_does_not_stop_the_server():
             assert client.getresponse().status == 200
 
 
-def is_listening(port):
+def test_while_it_drains_new_requests_are_refused_and_running_ones_go_on():
+    engine = FakeEngine(reply=Reply(text="abcdef", hold_after=2))
+    with running(engine, drain_s=30.0) as server, connection(server.port) as client:
+        client.request("POST", "/v1/completions", json.dumps(BODY), JSON)
+        response = client.getresponse()
+        response.readline()
+        server.stop()
+        wait_for(lambda: health(server.port) == "draining")
+        with connection(server.port) as late:
+            late.request("POST", "/v1/completions", json.dumps(BODY), JSON)
+            refused = late.getresponse()
+            assert refused.status == 503
+            assert json.loads(refused.read())["error"]["code"] == "engine_stopped"
+        engine.loop.call_soon_threadsafe(engine.release)
+        assert response.read().endswith(b"data: [DONE]\n\n")
+        # Nothing runs any more, so it does not wait for the rest of its 30 s.
+        wait_for(lambda: health(server.port) is None)
+
+
+def health(port):
+    """Return what /health says; None when nobody listens."""
     try:
-        socket.create_connection(("127.0.0.1", port)).close()
-    except ConnectionRefusedError:
-        return False
-    return True
+        with connection(port) as client:
+            client.request("GET", "/health")
+            return json.loads(client.getresponse().read())["status"]
+    except ConnectionError:
+        return None
 
 
 def wait_for(condition):

@@ -280,7 +280,9 @@ def test_closed_gate_refuses_and_aborted_gate_ends_what_runs():
             refused = await arequest(app, "POST", "/v1/completions", COMPLETION)
             assert refused.status == 503
             assert refused.error["code"] == "engine_stopped"
-            assert (await arequest(app, "GET", "/health")).status == 503
+            health = await arequest(app, "GET", "/health")
+            assert (health.status, health.json()) == (503, {"status": "draining"})
+            assert (await arequest(app, "GET", "/health/live")).status == 200
             assert not engine.submissions[0].stream.is_cancelled
             app.state.gate.abort()
             answer = await connection.answer()

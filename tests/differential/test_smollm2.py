@@ -21,8 +21,8 @@ The lighthouse at Sandvik was built in 1874 after the schooner Elida ran aground
 metres above the sea, and its lamp, first fed with rapeseed oil and later with paraffin, could be seen from 15 nautical
 miles. The keeper lived with his family in the red house below the tower. Every evening he climbed 96 steps, wound the
 clockwork that turned the lens, and trimmed the wick; every morning he drew the curtains, so that the sun would not set
-the house on fire through the lens. In 1931 the lamp was electrified, and in 1967 the last keeper, Harald Lund, locked the
-door behind him. Today a small society looks after the place. Visitors may climb the tower on Sundays between May and
+the house on fire through the lens. In 1931 the lamp was electrified, and in 1967 the last keeper, Harald Lund, locked
+the door behind him. Today a small society looks after the place. Visitors may climb the tower on Sundays from May to
 September, if the wind is below 12 metres per second.
 """
 PROMPTS = [
@@ -51,17 +51,36 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def reference(smollm2_path):
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     torch.set_num_threads(detect_hardware().cpus)
-    model = AutoModelForCausalLM.from_pretrained(
-        smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32
-    )
+    config = AutoConfig.from_pretrained(smollm2_path.parent, gguf_file=smollm2_path.name)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # What from_pretrained(gguf_file=...) does, without the package that it asks for to spread a model over devices.
+    loaded = load_gguf_checkpoint(str(smollm2_path), return_tensors=True, model_to_load=model)
+    keys = model.load_state_dict(loaded["tensors"], strict=False)
+    assert not keys.unexpected_keys
+    assert set(keys.missing_keys) <= {"lm_head.weight"}
+    model.tie_weights()
     return model.eval()
 
 
 @torch.inference_mode()
-def transformers_greedy(model, prompt: tuple[int, ...]) -> list[int]:
+def choices_along(model, prompt: tuple[int, ...], output: tuple[int, ...]) -> list[int]:
+    """Return the token transformers chooses after the prompt and after each output token, in one pass.
+
+    Equal to ``output`` exactly when transformers, left alone, would have written it: by induction each token is the
+    greedy choice after the same tokens.
+    """
+    ids = torch.tensor([prompt + output[:-1]])
+    logits = model(ids, use_cache=False, logits_to_keep=len(output)).logits
+    return logits[0].argmax(dim=-1).tolist()
+
+
+@torch.inference_mode()
+def generated(model, prompt: tuple[int, ...]) -> list[int]:
+    """Return what transformers' own generation loop writes."""
     ids = torch.tensor([prompt])
     output = model.generate(
         ids,
@@ -74,19 +93,31 @@ def transformers_greedy(model, prompt: tuple[int, ...]) -> list[int]:
     return output[0, len(prompt) :].tolist()
 
 
-def test_twenty_prompts_token_for_token(smollm2_path, reference):
-    """Mixed lengths, shared and unshared, in one batch and with float32 weights and KV."""
+@pytest.fixture(scope="module")
+def answers(smollm2_path):
+    """Return what Kvist writes for the prompts, in one batch, with float32 weights and KV."""
     with Engine.from_pretrained(
         str(smollm2_path), dtype="float32", kv_cache_dtype="float32", memory_gib=0.5
     ) as engine:
         results = engine.generate(PROMPTS, temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True)
         stats = engine.stats()
-    for prompt, result in zip(PROMPTS, results, strict=True):
-        expected = transformers_greedy(reference, result.prompt_token_ids)
-        assert list(result.token_ids) == expected, prompt[:60]
     # The comparison is worth little unless blocks were shared and copied on the way.
     assert stats.cache.num_hit_tokens > 500
     assert stats.cache.num_partial_copies > 0
+    return results
+
+
+@pytest.mark.parametrize("index", range(len(PROMPTS)))
+def test_token_for_token(reference, answers, index):
+    result = answers[index]
+    assert len(result.token_ids) == NUM_OUTPUT
+    expected = choices_along(reference, result.prompt_token_ids, result.token_ids)
+    assert list(result.token_ids) == expected
+
+
+def test_same_as_the_generation_loop(reference, answers):
+    result = answers[1]
+    assert list(result.token_ids) == generated(reference, result.prompt_token_ids)
 
 
 def test_plan_is_what_the_engine_allocates(smollm2_path):

@@ -8,6 +8,7 @@ a stale slot changes the answer, and ``answer`` knows the right one.
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,8 @@ from kvist.cache.namespaces import Namespace
 from kvist.engine.async_engine import AsyncEngine
 from kvist.engine.core import EngineCore, sequence_seed
 from kvist.plan import EnginePlan
+from kvist.sched import policy
 from kvist.sched.output import SampledToken, StepResult
-from kvist.sched.policy import Fcfs
 from kvist.sched.scheduler import Scheduler
 from kvist.types import SamplingParams, TokenId, TokenLogprobs
 
@@ -152,6 +153,7 @@ def make_plan(**changes) -> EnginePlan:
         "prefix_cache": True,
         "keep_kv": True,
         "schedule": "fcfs",
+        "max_overtakes": 64,
         "max_batch_tokens": 32,
         "max_running": 8,
         "max_queue": 64,
@@ -173,8 +175,8 @@ class Parts:
     engine: AsyncEngine
 
 
-def make_parts(**changes) -> Parts:
-    """Return a fake engine, not started; ``changes`` are fields of the plan."""
+def make_parts(*, clock: Callable[[], int] = time.perf_counter_ns, **changes) -> Parts:
+    """Return a fake engine, not started; ``clock`` is the scheduler's, ``changes`` are fields of the plan."""
     plan = make_plan(**changes)
     manager = CacheManager(
         num_blocks=plan.num_blocks,
@@ -189,8 +191,10 @@ def make_parts(**changes) -> Parts:
         max_queue=plan.max_queue,
         max_context_len=plan.max_context_len,
         reserve_tokens=plan.reserve_tokens,
-        policy=Fcfs(),
+        policy=policy.get(plan.schedule),
         keep_kv=plan.keep_kv,
+        max_overtakes=plan.max_overtakes,
+        clock=clock,
     )
     runner = PrefixRunner(plan.block_size)
     tokenizer = ByteTokenizer()

@@ -84,6 +84,8 @@ class Submission:
     tenant: str
     request_id: str
     stream: FakeStream
+    priority: int
+    deadline_s: float | None
 
 
 @dataclass
@@ -94,6 +96,7 @@ class FakeEngine:
     plan: FakePlan = field(default_factory=FakePlan)
     model_name: str = "fake-1"
     is_running: bool = True
+    has_stopped: bool = False
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     submissions: list[Submission] = field(default_factory=list)
 
@@ -112,6 +115,8 @@ class FakeEngine:
         *,
         tenant: str = "",
         request_id: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
     ) -> FakeStream:
         refusal = self.refusals.popleft() if self.refusals else None
         if refusal is not None:
@@ -125,6 +130,8 @@ class FakeEngine:
                 tenant=tenant,
                 request_id=request_id,
                 stream=stream,
+                priority=priority,
+                deadline_s=deadline_s,
             )
         )
         return stream

@@ -292,9 +292,7 @@ class Trace:
         queue, lane = self.scheduler._queue, self.policy.lane
         is_waiting = {r: r.status is RequestStatus.WAITING for r in self.num_overtakes}
         starts = [
-            r
-            for r in self.num_overtakes
-            if not is_waiting[r] and (r.num_cached_tokens is not None)
+            r for r in self.num_overtakes if not is_waiting[r] and (r.num_cached_tokens is not None)
         ]
         oldest: dict[object, Request] = {}
         for request in self.num_overtakes:
@@ -306,7 +304,9 @@ class Trace:
                 continue
             place = queue._places[request]
             later = [r for r in starts if r.arrival_index > request.arrival_index]
-            counted = [r for r in later if lane(r) == lane(request) or oldest[lane(request)] is request]
+            counted = [
+                r for r in later if lane(r) == lane(request) or oldest[lane(request)] is request
+            ]
             if place.group is None:
                 self.num_overtakes[request] += len(counted)
             assert self.num_overtakes[request] <= self.max_overtakes, request.request_id

@@ -61,6 +61,7 @@ def tiny_plan(**changes) -> EnginePlan:
         "prefix_cache": True,
         "keep_kv": True,
         "schedule": "fcfs",
+        "max_overtakes": 64,
         "max_batch_tokens": 128,
         "max_running": 16,
         "max_queue": 2000,

@@ -61,6 +61,7 @@ def test_unknown_option_gets_a_suggestion() -> None:
         ("max_running", 0, "--max-running"),
         ("max_queue", 0, "--max-queue"),
         ("reserve_tokens", 0, "--reserve-tokens"),
+        ("max_overtakes", -1, "--max-overtakes"),
         ("max_context", 1, "--max-context"),
         ("threads", 0, "--threads"),
         ("memory_gib", 0.0, "--memory-gib"),
@@ -74,8 +75,15 @@ def test_invalid_values_name_the_flag(option: str, value: object, flag: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("port", -1), ("port", 65536), ("max_body_mib", 0.0)]
+    ("option", "value"),
+    [
+        ("port", -1),
+        ("port", 65536),
+        ("max_body_mib", 0.0),
+        ("drain_s", -1.0),
+        ("drain_s", float("nan")),
+    ],
 )
 def test_invalid_server_values_name_the_flag(option: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=r"--(port|max-body-mib) must be in"):
+    with pytest.raises(ConfigError, match=r"--(port|max-body-mib|drain-s) must be"):
         ServerConfig(**{option: value})

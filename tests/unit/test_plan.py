@@ -89,7 +89,8 @@ class TestResolve:
             ("max_running", 5, "max_running"),
             ("max_queue", 9, "max_queue"),
             ("reserve_tokens", 11, "reserve_tokens"),
-            ("schedule", "fcfs", "schedule"),
+            ("schedule", "shortest", "schedule"),
+            ("max_overtakes", 3, "max_overtakes"),
             ("model", "some-model", "model"),
         ],
     )

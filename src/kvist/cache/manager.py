@@ -285,16 +285,7 @@ class CacheManager:
         pool.num_reserved += num_new
         lease.num_reserved_blocks = num_new
         if source is not None and copy is not None:
-            lease.copy_source = source
-            try:
-                self._append_blocks(lease, 1)
-            except MemoryError:
-                self.release(lease)
-                raise
-            lease.pending_copy = BlockCopy(
-                source=source.block_id, target=lease.block_table[-1], num_tokens=copy.num_tokens
-            )
-            lease.num_computed_tokens += copy.num_tokens
+            self._begin_copy(lease, source, copy.num_tokens)
         if self.prefix_cache:
             self._add_pending(lease, chain)
         self._count_admission(lease, chain)
@@ -570,6 +561,19 @@ class CacheManager:
             self._counters.num_superseded_blocks += 1
         else:
             self._pool.keep(block)
+
+    def _begin_copy(self, lease: PrefixLease, source: Block, num_tokens: int) -> None:
+        """Allocate the copy's target; the source is held already. A failure gives everything back."""
+        lease.copy_source = source
+        try:
+            self._append_blocks(lease, 1)
+        except MemoryError:
+            self.release(lease)
+            raise
+        lease.pending_copy = BlockCopy(
+            source=source.block_id, target=lease.block_table[-1], num_tokens=num_tokens
+        )
+        lease.num_computed_tokens += num_tokens
 
     def _end_copy(self, lease: PrefixLease) -> None:
         """Let go of the copy's source: it has run, or never will."""

@@ -282,7 +282,7 @@ def _show(console: Console, steps: list[Step], *, num_document_bytes: int) -> No
             text = " ".join(answer.text.split())
             console.print(Text.assemble((f"{step.name}: {question} ", "bold"), text))
     console.print(
-        "A model of this size often answers wrongly; the cache does not change its answers.",
+        "A model of this size often answers wrongly, with or without a cache.",
         style="dim",
     )
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+import math
 import operator
 import threading
 import time
@@ -32,6 +33,8 @@ from kvist.errors import (
     PromptTooLong,
     RequestError,
 )
+from kvist.sched import policy
+from kvist.sched.policy import check_priority
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -49,9 +52,8 @@ logger = logging.getLogger(__name__)
 
 IDLE_CHECK_S = 1.0
 """Quiet time after work before the conservation law is checked: never between two requests in quick succession."""
-JOIN_S = 10.0
-"""How long ``close`` waits for the step in progress to end."""
-MAX_RETRY_AFTER_S = 60.0
+JOIN_S = 3.0
+"""How long ``close`` waits for the step in progress to end: a server has 5 s in all to go after SIGTERM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +103,7 @@ class AsyncEngine:
     ) -> None:
         self.tokenizer = tokenizer
         self.plan = plan
+        self._policy = policy.get(plan.schedule)
         self._core = core
         self._clock = clock
         self._wakeup = threading.Condition()
@@ -122,6 +125,11 @@ class AsyncEngine:
     def is_running(self) -> bool:
         """Whether requests are taken and worked on."""
         return self._started_ns is not None and self._stop_error is None
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether requests will never be taken again: it was closed, or has failed."""
+        return self._stop_error is not None
 
     def start(self) -> None:
         """Start the owner thread; no effect when it runs already.
@@ -147,6 +155,8 @@ class AsyncEngine:
         *,
         tenant: str = "",
         request_id: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
     ) -> RequestStream:
         """Check a request, queue it, and return the stream of its output.
 
@@ -155,18 +165,30 @@ class AsyncEngine:
             params: How to choose output tokens; ``params.n`` sequences are generated.
             tenant: Cached prefixes are shared inside one tenant only.
             request_id: Name of the request in logs and chunks; must not be in use. None makes one.
+            priority: Lower goes first, in [-2**31, 2**31).
+            deadline_s: Seconds, > 0, after which the request ends: with FinishReason.TIMEOUT when it has output, else
+                the stream raises DeadlineExceeded. Counted from when the engine takes the request, a step after this at
+                the latest. None: no limit.
 
         Raises:
             PromptTooLong: Prompt plus requested output exceeds ``plan.max_context_len``.
-            RequestError: The prompt is empty, a token id is outside the vocabulary, or the id is in use.
+            RequestError: The prompt is empty, a token id is outside the vocabulary, the id is in use, or priority or
+                deadline_s is out of range.
+            UnsupportedParameter: A priority was given, and ``plan.schedule`` knows none.
             EngineOverloaded: The queue is full.
             EngineStopped: The engine was closed or has failed.
         """
         token_ids = self._checked_prompt(prompt_token_ids, params)
+        self._check_order(priority, deadline_s)
         name = request_id if request_id is not None else f"req-{uuid.uuid4().hex}"
         stream = RequestStream(name, params.n, self._request_cancel)
         group = RequestGroup(
-            request_id=name, prompt_token_ids=token_ids, params=params, tenant=tenant
+            request_id=name,
+            prompt_token_ids=token_ids,
+            params=params,
+            tenant=tenant,
+            priority=priority,
+            deadline_s=deadline_s,
         )
         with self._wakeup:
             if self._stop_error is not None:
@@ -203,7 +225,7 @@ class AsyncEngine:
     def close(self, drain_s: float = 0.0) -> None:
         """Stop taking requests, let running ones go on for a while, abort the rest, and end the thread. Idempotent.
 
-        Blocks for at most ``drain_s`` plus the step in progress.
+        Blocks for at most ``drain_s`` plus the step in progress, and ``JOIN_S`` for that; a longer step ends by itself.
 
         Args:
             drain_s: Seconds that requests already submitted may go on; 0 aborts at once. A later call can shorten
@@ -224,7 +246,7 @@ class AsyncEngine:
         thread.join(timeout=drain_s + JOIN_S)
         if thread.is_alive():
             logger.error(
-                "[engine] the step in progress did not end within %.0f s; leaving it", JOIN_S
+                "[engine] the step in progress did not end within %.1f s; leaving it", JOIN_S
             )
 
     async def stop(self, drain_s: float = 0.0) -> None:
@@ -276,6 +298,21 @@ class AsyncEngine:
             param="prompt",
         )
 
+    def _check_order(self, priority: int, deadline_s: float | None) -> None:
+        if not -(2**31) <= priority < 2**31:
+            raise RequestError(
+                f"[engine] priority must be in [-2**31, 2**31), received {priority}",
+                param="priority",
+                code="invalid_value",
+            )
+        check_priority(self._policy, priority)
+        if deadline_s is not None and not 0.0 < deadline_s < math.inf:
+            raise RequestError(
+                f"[engine] timeout_s (deadline_s) must be a positive number of seconds, received {deadline_s}",
+                param="timeout_s",
+                code="invalid_value",
+            )
+
     def _check_queue(self, num_sequences: int) -> None:
         """Raise when ``num_sequences`` more would not fit the queue; called with the lock held."""
         limit = self.plan.max_queue
@@ -288,12 +325,10 @@ class AsyncEngine:
         core = self._core_stats
         num_queued = core.num_waiting + self._num_untaken
         if num_queued + num_sequences > limit:
-            # A place gets free when a request ends, so wait as long as one has taken on average.
-            mean_s = core.busy_ns / 1e9 / max(1, core.num_finished)
             raise EngineOverloaded(
                 f"[engine] {num_queued} sequences are waiting and the queue holds {limit}; "
                 f"retry later or raise --max-queue",
-                retry_after_s=min(max(1.0, mean_s), MAX_RETRY_AFTER_S),
+                retry_after_s=core.retry_after_s,
             )
 
     def _request_cancel(self, stream: RequestStream) -> None:

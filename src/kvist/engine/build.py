@@ -80,6 +80,8 @@ def assemble(
 
     Side effects: allocates the KV memory. The key of the cache's hashes is new and secret each time.
     """
+    # First, so that memory that is not there is refused before there is an object for each block of it.
+    arena = BlockArena(planning.kv_spec_of(plan, decoder.spec), plan.num_blocks)
     manager = CacheManager(
         num_blocks=plan.num_blocks,
         block_size=plan.block_size,
@@ -95,8 +97,8 @@ def assemble(
         reserve_tokens=plan.reserve_tokens,
         policy=policy.get(plan.schedule),
         keep_kv=plan.keep_kv,
+        max_overtakes=plan.max_overtakes,
     )
-    arena = BlockArena(planning.kv_spec_of(plan, decoder.spec), plan.num_blocks)
     return EngineCore(
         namespace=Namespace(model=fingerprint, layout=f"{plan.dtype}/{plan.codec}"),
         manager=manager,

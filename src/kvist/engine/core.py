@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvist.cache.namespaces import Namespace
 from kvist.engine.detokenizer import Detokenizer, StopStrings
-from kvist.errors import EngineError, InvariantViolation
+from kvist.errors import DeadlineExceeded, EngineError, EngineOverloaded, InvariantViolation
 from kvist.sched.output import SampledToken, StepResult
 from kvist.sched.request import Request
 from kvist.types import FinishReason, OutputChunk, RequestId, TokenId
@@ -56,6 +56,10 @@ class RequestGroup:
     params: SamplingParams
     tenant: str = ""
     """Owner of the cache namespace."""
+    priority: int = 0
+    """Lower goes first, as ``--schedule`` allows."""
+    deadline_s: float | None = None
+    """Seconds after the engine took it, at which it ends; None: never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +78,8 @@ class CoreStats:
     scheduler: SchedulerStats
     num_waiting: int
     """Sequences the scheduler has not started, or has preempted."""
+    retry_after_s: float
+    """How long the work of those takes, as fast as the last steps were; for clients that are refused."""
     num_steps: int
     busy_ns: int
     """Time spent in ``step``."""
@@ -207,19 +213,20 @@ class EngineCore:
         """
         started_ns = self._clock()
         try:
+            ended = self._end_early(self._scheduler.take_ended())
             plan = self._scheduler.plan()
             if plan is None:
-                return []
+                return ended
             self._num_steps += 1
             try:
                 result = self._runner.run(plan)
             except Exception as error:
                 # Whatever the numeric code raises concerns the requests of this step; the others go on.
                 logger.exception("[engine] step %d failed", plan.step_index)
-                return self._fail_step(plan, error)
+                return [*ended, *self._fail_step(plan, error)]
             failures = self._fail_sequences(result)
             updates = self._scheduler.apply(plan, self._without_gaps(plan, result))
-            return [*failures, *map(self._chunk, updates)]
+            return [*ended, *failures, *map(self._chunk, updates)]
         finally:
             self._busy_ns += self._clock() - started_ns
 
@@ -251,6 +258,7 @@ class EngineCore:
             cache=self._manager.stats(),
             scheduler=self._scheduler.stats(),
             num_waiting=self._scheduler.num_waiting,
+            retry_after_s=self._scheduler.retry_after_s(),
             num_steps=self._num_steps,
             busy_ns=self._busy_ns,
             num_finished=self._num_finished,
@@ -271,6 +279,39 @@ class EngineCore:
             ),
             seed=seed,
             eos_token_ids=self._eos_token_ids,
+            priority=group.priority,
+            deadline_s=group.deadline_s,
+        )
+
+    def _end_early(self, updates: tuple[RequestUpdate, ...]) -> list[OutputChunk | RequestFailure]:
+        """Tell of sequences that ended outside a step: with what they have, or with an error while that is nothing."""
+        outputs: list[OutputChunk | RequestFailure] = []
+        usages = {update.request_id: update.usage for update in updates}
+        for update in updates:
+            sequence = self._sequences.get(update.request_id)
+            if sequence is None:
+                continue  # went with a sibling, just now
+            call, reason = sequence.call, update.finish_reason
+            assert reason is not None  # the scheduler's promise
+            if reason is FinishReason.TIMEOUT and call.first_token_ns is not None:
+                outputs.append(self._chunk(update))
+                continue
+            for sibling_id in list(call.open_ids):
+                rest = self._scheduler.finish(sibling_id, reason)
+                self._forget(sibling_id, reason, usages[sibling_id] if rest is None else rest.usage)
+            error = self._early_end_error(reason, call)
+            outputs.append(RequestFailure(request_id=call.group.request_id, error=error))
+        return outputs
+
+    def _early_end_error(self, reason: FinishReason, call: _Call) -> EngineError:
+        if reason is FinishReason.TIMEOUT:
+            return DeadlineExceeded(
+                f"[engine] the request's time of {call.group.deadline_s} s ran out before it had any output; "
+                "retry later, or give it more (timeout_s)"
+            )
+        return EngineOverloaded(
+            "[engine] no memory could be had for the request although it was accepted; retry later",
+            retry_after_s=self._scheduler.retry_after_s(),
         )
 
     def _chunk(self, update: RequestUpdate) -> OutputChunk:

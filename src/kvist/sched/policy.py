@@ -20,7 +20,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
-from kvist.errors import ConfigError
+from kvist.errors import ConfigError, UnsupportedParameter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -202,6 +202,16 @@ class Static(_OneLane):
     def key(self, request: Request) -> tuple[int, ...]:
         """Return the order of arrival."""
         return (request.arrival_index,)
+
+
+def check_priority(policy: SchedulingPolicy, priority: int) -> None:
+    """Raise UnsupportedParameter when a policy would ignore a request's priority."""
+    if priority and policy.is_batched:
+        raise UnsupportedParameter(
+            f"[scheduler] --schedule {policy.name} starts requests in order of arrival, received {priority=}; "
+            "leave it out, or start the engine with another --schedule",
+            param="priority",
+        )
 
 
 POLICIES: Mapping[str, Callable[[], SchedulingPolicy]] = MappingProxyType(

@@ -1,15 +1,15 @@
 """The waiting queue: requests without blocks, in the order in which they are to start.
 
-Responsible for order, for removal, and for how often one request may be overtaken. Knows neither blocks nor budgets. The
-bound on its length is the scheduler's, since a preempted request must always find room.
+Responsible for order, for removal, and for how often one request may be overtaken. Knows neither blocks nor budgets.
+The bound on its length is the scheduler's, since a preempted request must always find room.
 
     preempted requests, by arrival       always first
     a request overtaken often enough     then; nobody who came later starts before it (a barrier)
     lanes, by virtual time               then; inside a lane by (priority, the policy's key, arrival)
 
 Invariants:
-    1. Of the requests of its own lane, at most ``max_overtakes`` that arrived later start before a request, beside those
-       that start while it is parked: it waits for its own blocks then, which a running request computes.
+    1. Of the requests of its own lane, at most ``max_overtakes`` that arrived later start before a request, beside
+       those that start while it is parked: it waits for its own blocks then, which a running request computes.
     2. Of other lanes, at most so many start before it from the moment it is the oldest of its lane.
 
 Counting overtakes. A start overtakes everybody older in the lane, who may be a thousand. They are a prefix of the lane
@@ -185,8 +185,8 @@ class WaitingQueue:
         policy: Lanes and keys.
         max_overtakes: See inv. 1 and 2; 0 keeps everybody in order of arrival.
 
-    Complexity: every operation is amortised O(log requests) unless it says otherwise; under a policy with several lanes,
-        a start is O(lanes).
+    Complexity: every operation is amortised O(log requests) unless it says otherwise; under a policy with several
+        lanes, a start is O(lanes).
     """
 
     def __init__(self, policy: SchedulingPolicy, max_overtakes: int) -> None:

@@ -80,6 +80,7 @@ def create_app(engine: ServedEngine, config: ServerConfig) -> FastAPI:
     app.add_route("/v1/models/{model_id:path}", routes.model, methods=["GET"])
     app.add_route("/v1/cache/stats", routes.cache_stats, methods=["GET"])
     app.add_route("/health", routes.health, methods=["GET"])
+    app.add_route("/health/live", routes.health_live, methods=["GET"])
     return app
 
 
@@ -121,13 +122,22 @@ class _Routes:
         return json_response(dataclasses.asdict(self._engine.stats()))
 
     async def health(self, request: Request) -> Response:  # noqa: ARG002  # the framework's signature
-        """GET /health: 200 while requests are taken and worked on; no key needed."""
-        self._gate.check_open()
-        if not self._engine.is_running:
-            raise EngineStopped(
-                "[server] the engine is not running; the server's log has the cause"
-            )
-        return json_response({"status": "ok"})
+        """GET /health: 200 "ready" while requests are taken and worked on, else 503 with what it is; no key needed."""
+        if not self._gate.is_open:
+            status = "draining"
+        elif self._engine.has_stopped:
+            status = "stopped"
+        elif not self._engine.is_running:
+            status = "starting"
+        else:
+            return json_response({"status": "ready"})
+        return json_response({"status": status}, status=HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def health_live(self, request: Request) -> Response:  # noqa: ARG002  # the framework's signature
+        """GET /health/live: 503 when only a restart helps, so not while starting or draining; no key needed."""
+        if self._gate.is_open and self._engine.has_stopped:
+            return json_response({"status": "stopped"}, status=HTTPStatus.SERVICE_UNAVAILABLE)
+        return json_response({"status": "live"})
 
     async def _generate(self, request: Request, prepare: Prepare) -> Response:
         received_ns = time.perf_counter_ns()

@@ -16,6 +16,7 @@ from kvist.server.errors import HttpError, shorten
 from kvist.server.logprobs import CompletionLogprobs, chat_logprobs
 from kvist.server.prompts import Prompt, check_fit, encode_messages, encode_prompts
 from kvist.server.protocol import parse_chat, parse_completion
+from kvist.types import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from kvist.server.generation import CallUsage, ChoiceChunk, ChoiceOutput
     from kvist.server.ports import ServedEngine
     from kvist.server.protocol import ChatRequest, CompletionRequest
-    from kvist.types import FinishReason, SamplingParams
+    from kvist.types import SamplingParams
 
 Json = dict[str, Any]  # Any: a JSON document
 
@@ -77,6 +78,10 @@ class Job:
     request_id: str
     prompts: Sequence[Prompt]
     params: SamplingParams
+    priority: int
+    """Lower goes first."""
+    timeout_s: float | None
+    """Seconds after which it ends; None: never."""
     answer: Answer
     is_stream: bool
     wants_usage_chunk: bool
@@ -216,6 +221,8 @@ def prepare_completion(document: Json, engine: ServedEngine, model: str) -> Job:
         request_id=request_id,
         prompts=prompts,
         params=params,
+        priority=request.priority or 0,
+        timeout_s=request.timeout_s,
         answer=CompletionAnswer(request_id, model, request, engine, prompts),
         is_stream=bool(request.stream),
         wants_usage_chunk=request.wants_usage_chunk,
@@ -234,6 +241,8 @@ def prepare_chat(document: Json, engine: ServedEngine, model: str) -> Job:
         request_id=request_id,
         prompts=prompts,
         params=params,
+        priority=request.priority or 0,
+        timeout_s=request.timeout_s,
         answer=ChatAnswer(request_id, model, request, engine),
         is_stream=bool(request.stream),
         wants_usage_chunk=request.wants_usage_chunk,
@@ -270,4 +279,7 @@ def _echo(prompt: Prompt, engine: ServedEngine) -> str:
 
 
 def _wire(reason: FinishReason | None) -> str | None:
+    if reason is FinishReason.TIMEOUT:
+        # Clients know a closed set of reasons. Output that a limit of the client's own has cut is "length" to them.
+        return str(FinishReason.LENGTH.value)
     return None if reason is None else str(reason.value)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
-from kvist.errors import EngineOverloaded, EngineStopped, RequestError
+from kvist.errors import DeadlineExceeded, EngineOverloaded, EngineStopped, RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -116,6 +116,11 @@ def to_reply(error: Exception) -> ErrorReply:
             kind="rate_limit_error",
             code="rate_limit_exceeded",
             headers={"Retry-After": str(max(1, math.ceil(error.retry_after_s)))},
+        )
+    if isinstance(error, DeadlineExceeded):
+        # Not 408: that says the client was slow to send, and makes clients send the same again at once.
+        return ErrorReply(
+            status=504, message=message, kind="timeout_error", code="deadline_exceeded"
         )
     if isinstance(error, EngineStopped):
         return ErrorReply(status=503, message=message, kind="server_error", code="engine_stopped")

@@ -103,6 +103,8 @@ class Gate:
         self.aborted = asyncio.Event()
         """Set when nothing may go on any more."""
         self._calls: set[Call] = set()
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
 
     def check_open(self) -> None:
         """Raise EngineStopped when no call may enter."""
@@ -125,10 +127,17 @@ class Gate:
     def enter(self, call: Call) -> None:
         """Remember a running call."""
         self._calls.add(call)
+        self._is_empty.clear()
 
     def leave(self, call: Call) -> None:
         """Forget a call; no effect when it is not inside."""
         self._calls.discard(call)
+        if not self._calls:
+            self._is_empty.set()
+
+    async def drained(self) -> None:
+        """Return when no call is inside."""
+        await self._is_empty.wait()
 
 
 class Call:
@@ -183,7 +192,14 @@ class Call:
             for index, prompt in enumerate(job.prompts):
                 name = job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{index}"
                 streams.append(
-                    engine.submit(prompt.token_ids, job.params, tenant=tenant, request_id=name)
+                    engine.submit(
+                        prompt.token_ids,
+                        job.params,
+                        tenant=tenant,
+                        request_id=name,
+                        priority=job.priority,
+                        deadline_s=job.timeout_s,
+                    )
                 )
         except BaseException:
             for stream in streams:

@@ -78,6 +78,11 @@ class ServedEngine(Protocol):
         ...
 
     @property
+    def has_stopped(self) -> bool:
+        """Whether requests will never be taken again."""
+        ...
+
+    @property
     def tokenizer(self) -> ServedTokenizer:
         """The model's tokeniser."""
         ...
@@ -94,6 +99,8 @@ class ServedEngine(Protocol):
         *,
         tenant: str = "",
         request_id: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
     ) -> ServedStream:
         """Validate and queue one prompt; raises ``RequestError``, ``EngineOverloaded`` or ``EngineStopped`` at once."""
         ...

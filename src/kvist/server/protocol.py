@@ -117,6 +117,8 @@ class SamplingFields(WireModel):
     min_p: float | None = None
     n: int | None = None
     presence_penalty: float | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    """Lower goes first, as in vLLM; not OpenAI's."""
     repetition_penalty: float | None = None
     seed: int | None = None
     stop: Annotated[list[str], PlainValidator(_strings)] | None = None
@@ -124,6 +126,9 @@ class SamplingFields(WireModel):
     stream: bool | None = None
     stream_options: Annotated[StreamOptions, PlainValidator(_stream_options)] | None = None
     temperature: float | None = None
+    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Seconds after which the answer ends with what there is (finish_reason "length"), or with 504 when there is
+    nothing yet; not OpenAI's."""
     top_k: int | None = None
     top_p: float | None = None
 

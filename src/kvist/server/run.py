@@ -1,11 +1,13 @@
-"""The server as a process: socket, signals and an end within five seconds.
+"""The server as a process: socket, signals and an orderly end, by default within five seconds.
 
 Responsible for listening, for saying when the server is ready, and for the order of its end. Knows nothing of routes.
 
 The end, from the first SIGTERM or SIGINT on:
-    1. at once       no new connection and no new request; requests that run go on
-    2. after DRAIN_S (or a second signal)  those left are aborted, and their clients told so
-    3. after FLUSH_S more                  connections that still do not take their answer are dropped
+    1. at once       new requests are refused with 503 and /health says "draining", so that a load balancer sees it;
+                     requests that run go on
+    2. when none is left, after --drain-s, or at a second signal
+                     nothing is listened on any more; those left are aborted, and their clients told so
+    3. after FLUSH_S more  connections that still do not take their answer are dropped
 """
 
 from __future__ import annotations
@@ -38,10 +40,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DRAIN_S = 1.0
 FLUSH_S = 1.0
-# Together well below five seconds: the step in progress and the interpreter's own end come after them, and on a busy
-# machine those took three (SmolLM2-135M, 2 cores under a load of 10).
+# With the default of --drain-s well below five seconds: the step in progress and the interpreter's own end come after
+# them, and on a busy machine those took three (SmolLM2-135M, 2 cores under a load of 10).
 BACKLOG = 2048
 """Connections that may wait to be accepted; the operating system caps it."""
 KEEP_ALIVE_S = 30
@@ -86,18 +87,19 @@ def serve(
         # 2 cores under a load of 10).
         gc.freeze()
     try:
-        asyncio.run(_run(app, app.state.gate, listener, on_ready or _print_ready))
+        asyncio.run(_run(app, config.drain_s, listener, on_ready or _print_ready))
     finally:
         listener.close()
 
 
 async def _run(
     app: FastAPI,
-    gate: Gate,
+    drain_s: float,
     listener: socket.socket,
     on_ready: Callable[[RunningServer], None],
 ) -> None:
     loop = asyncio.get_running_loop()
+    gate: Gate = app.state.gate
     server = _Server(
         uvicorn.Config(
             app,
@@ -111,19 +113,29 @@ async def _run(
             log_level="warning",
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=int(DRAIN_S + FLUSH_S),
+            timeout_graceful_shutdown=int(FLUSH_S),
             backlog=BACKLOG,
         )
     )
 
+    draining: set[asyncio.Task[None]] = set()
+
     def stop() -> None:
-        if server.should_exit:
-            gate.abort()
+        if draining:
+            end()
             return
-        logger.info("[server] stopping; requests that run have %.0f s to finish", DRAIN_S)
+        logger.info("[server] stopping; requests that run have %g s to finish", drain_s)
         gate.close()
+        draining.add(asyncio.create_task(drain()))
+
+    async def drain() -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(gate.drained(), drain_s)
+        end()
+
+    def end() -> None:
         server.should_exit = True
-        loop.call_later(DRAIN_S, gate.abort)
+        gate.abort()
 
     with _signals(loop, stop):
         serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -142,6 +154,8 @@ async def _run(
                 )
             )
         await serving
+        for task in draining:
+            task.cancel()
 
 
 class _Server(uvicorn.Server):

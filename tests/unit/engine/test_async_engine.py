@@ -10,12 +10,14 @@ import pytest
 from tests.support.engine_fakes import VOCAB_SIZE, Parts, answer, make_parts
 
 from kvist.errors import (
+    DeadlineExceeded,
     EngineError,
     EngineOverloaded,
     EngineStopped,
     InvalidSamplingParams,
     PromptTooLong,
     RequestError,
+    UnsupportedParameter,
 )
 from kvist.types import FinishReason, OutputChunk, SamplingParams
 
@@ -153,6 +155,50 @@ class TestValidation:
             with pytest.raises(PromptTooLong):
                 list(engine.submit(PROMPT, GREEDY))
             assert tokens(list(engine.submit([1], SamplingParams(max_tokens=2, ignore_eos=True))))
+
+
+class TestOrder:
+    @pytest.mark.parametrize(
+        ("options", "param"),
+        [
+            ({"priority": 2**31}, "priority"),
+            ({"deadline_s": 0.0}, "timeout_s"),
+            ({"deadline_s": float("inf")}, "timeout_s"),
+            ({"deadline_s": float("nan")}, "timeout_s"),
+        ],
+    )
+    def test_what_is_out_of_range_is_named(self, parts, options, param):
+        with pytest.raises(RequestError) as info:
+            parts.engine.submit(PROMPT, GREEDY, **options)
+        assert info.value.param == param
+
+    def test_a_priority_that_would_be_ignored_is_refused(self):
+        parts = make_parts(schedule="static")
+        with pytest.raises(UnsupportedParameter, match="--schedule static"):
+            parts.engine.submit(PROMPT, GREEDY, priority=1)
+        parts.engine.close()
+
+    def test_priority_and_deadline_reach_the_scheduler(self):
+        now_ns = 0
+        parts = make_parts(clock=lambda: now_ns, max_running=1)
+        first = parts.engine.submit(PROMPT, GREEDY, priority=5)
+        second = parts.engine.submit(PROMPT, GREEDY, priority=-1)
+        late = parts.engine.submit(PROMPT, GREEDY, priority=9, deadline_s=3.0)
+        gate = Gate(parts)
+        with parts.engine:
+            gate.wait_for_step()
+            row = parts.scheduler.snapshot()[1]
+            assert (row.priority, row.num_held_blocks > 0) == (-1, True)
+            now_ns = 3 * 10**9
+            gate.open()
+            with pytest.raises(DeadlineExceeded):
+                list(late)
+            assert tokens(list(first)) == tokens(list(second)) == answer(PROMPT, GREEDY)
+
+    def test_only_the_end_of_the_engine_is_final(self, parts):
+        assert not parts.engine.has_stopped
+        parts.engine.close()
+        assert parts.engine.has_stopped
 
 
 class TestBackPressure:

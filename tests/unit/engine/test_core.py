@@ -9,14 +9,18 @@ import pytest
 from tests.support.engine_fakes import EOS, ByteTokenizer, Parts, answer, make_parts
 
 from kvist.engine.core import RequestFailure, RequestGroup, sequence_seed
-from kvist.errors import EngineOverloaded, InvariantViolation, PromptTooLong
+from kvist.errors import DeadlineExceeded, EngineOverloaded, InvariantViolation, PromptTooLong
 from kvist.types import FinishReason, OutputChunk, SamplingParams
 
 PROMPT = tuple(b"the same long prompt for all")
 
 
-def group(name: str = "r", prompt=PROMPT, tenant: str = "", **params) -> RequestGroup:
+def group(
+    name: str = "r", prompt=PROMPT, tenant: str = "", priority: int = 0, deadline_s=None, **params
+) -> RequestGroup:
     return RequestGroup(
+        priority=priority,
+        deadline_s=deadline_s,
         request_id=name,
         prompt_token_ids=tuple(prompt),
         params=SamplingParams(**{"seed": 1, "max_tokens": 12, **params}),
@@ -252,6 +256,69 @@ class TestRefusal:
         with pytest.raises(PromptTooLong, match="16"):
             parts.core.add(group())
         assert not parts.core.has_work
+
+
+class TestEarlyEnd:
+    def setup_method(self) -> None:
+        self.now_ns = 0
+        self.parts = make_parts(clock=lambda: self.now_ns)
+
+    def pass_time(self, seconds: float) -> None:
+        self.now_ns += int(seconds * 1e9)
+
+    def test_time_that_runs_out_while_waiting_is_an_error_for_all_sequences(self):
+        self.parts.core.add(group(n=3, deadline_s=2.0))
+        self.pass_time(2.0)
+        (failure,) = step(self.parts)
+        assert isinstance(failure, RequestFailure)
+        assert isinstance(failure.error, DeadlineExceeded)
+        assert "2.0 s ran out before it had any output" in str(failure.error)
+        assert not self.parts.core.has_work
+        stats = self.parts.core.stats()
+        assert (stats.num_finished, stats.num_failed, stats.num_aborted) == (1, 0, 0)
+        self.parts.core.check_invariants()
+
+    def test_siblings_that_have_time_left_go_with_the_one_that_has_not(self):
+        self.parts.core.add(group(n=2, deadline_s=2.0))
+        request = self.parts.scheduler._requests["r/1"]
+        self.parts.scheduler._deadlines.discard(request)
+        self.pass_time(2.0)
+        (failure,) = step(self.parts)
+        assert isinstance(failure.error, DeadlineExceeded)
+        assert not self.parts.core.has_work
+
+    def test_time_that_runs_out_later_ends_the_output_where_it_is(self):
+        self.parts.core.add(group(ignore_eos=True, deadline_s=2.0))
+        self.parts.core.add(group("other", prompt=b"else"))
+        chunks = step(self.parts) + step(self.parts)
+        self.pass_time(2.0)
+        outputs = step(self.parts)
+        last = outputs[0]
+        assert last.finish_reason is FinishReason.TIMEOUT
+        assert last.usage.num_output_tokens == 2
+        mine = [chunk for chunk in [*chunks, last] if chunk.request_id == "r"]
+        assert tokens(mine) == answer(PROMPT, group(ignore_eos=True).params)[:2]
+        # The step went on with the others.
+        assert [chunk.request_id for chunk in outputs[1:]] == ["other"]
+        self.parts.core.close()
+
+    def test_memory_that_cannot_be_had_ends_as_overload(self, monkeypatch):
+        self.parts.core.add(group())
+        monkeypatch.setattr(self.parts.manager, "admit", lambda *_: None)
+        outputs = []
+        while self.parts.core.has_work:
+            outputs += step(self.parts)
+        (failure,) = outputs + step(self.parts)
+        assert isinstance(failure.error, EngineOverloaded)
+        assert failure.error.retry_after_s == 1.0
+        assert self.parts.core.stats().num_failed == 1
+
+    def test_a_lower_priority_starts_first(self):
+        parts = make_parts(max_running=1)
+        parts.core.add(group("a", priority=1))
+        parts.core.add(group("b"))
+        assert [chunk.request_id for chunk in step(parts)] == ["b"]
+        parts.core.close()
 
 
 class TestFailedStep:

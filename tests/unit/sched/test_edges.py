@@ -140,9 +140,7 @@ def test_a_refused_client_is_told_how_long_the_queue_takes() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["fcfs", "shortest"])
-def test_no_memory_for_a_prompt_is_overload(
-    schedule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_memory_for_a_prompt_is_overload(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = Trace(policy=schedule)
     monkeypatch.setattr(trace.manager, "new_chain", out_of_memory)
     with pytest.raises(EngineOverloaded, match=r"no memory is left .* \(2\); retry later"):

@@ -122,7 +122,9 @@ def test_under_fair_a_priority_moves_a_request_inside_its_namespace_only() -> No
 
 def test_static_refuses_a_priority() -> None:
     trace = Trace(policy="static")
-    with pytest.raises(UnsupportedParameter, match="--schedule static .* received priority=1") as e:
+    with pytest.raises(
+        UnsupportedParameter, match=r"--schedule static .* received priority=1"
+    ) as e:
         trace.add("a", (1, 2), max_tokens=1, priority=1)
     assert e.value.param == "priority"
     assert not trace.scheduler.has_work
@@ -161,7 +163,14 @@ def test_a_static_batch_of_more_requests_than_a_step_holds_goes_on_oldest_first(
     for name in "abc":
         trace.add(name, (ord(name),), max_tokens=3, ignore_eos=True)
     trace.drain()
-    assert ["".join(s[0] for s in plan) for plan in plans_of(trace)] == ["ab", "ab", "ab", "c", "c", "c"]
+    assert ["".join(s[0] for s in plan) for plan in plans_of(trace)] == [
+        "ab",
+        "ab",
+        "ab",
+        "c",
+        "c",
+        "c",
+    ]
     trace.check_answers()
 
 
@@ -361,7 +370,7 @@ def test_requests_that_part_ways_are_woken_when_their_own_blocks_are_there() -> 
     trace.add("parts", (*range(1, 9), 50, 51), max_tokens=1)
     trace.add("tail", (*range(1, 9), 11), max_tokens=1)
     trace.drain()
-    starts = {name: None for name in trace.records}
+    starts = dict.fromkeys(trace.records)
     for index, plan in enumerate(plans_of(trace)):
         for name, start, _, _ in plan:
             if starts[name] is None:
@@ -409,7 +418,9 @@ def test_nobody_starves_under_a_stream_of_favoured_requests(schedule: str) -> No
     while trace.records["victim"].finish_reason is None:
         # Warm, short, and more than can be served.
         for index in range(3):
-            trace.add(f"s{steps}.{index}", (*range(1, 13), steps % 30), max_tokens=4, ignore_eos=True)
+            trace.add(
+                f"s{steps}.{index}", (*range(1, 13), steps % 30), max_tokens=4, ignore_eos=True
+            )
         trace.step()
         steps += 1
         assert steps < 100
