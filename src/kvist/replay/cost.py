@@ -30,8 +30,8 @@ PS_PER_S = 10**12
 class CostModel:
     """Prices in seconds, each finite and >= 0; step_s is > 0, so that time moves.
 
-    The defaults were fitted by ``benchmarks/cost_model.py`` on the embedded model (SmolLM2-135M, float32, raw16 blocks
-    of 64) on two virtual CPUs.
+    The defaults are of the order of the embedded model (SmolLM2-135M, float32) on two slow CPU cores;
+    ``benchmarks/cost_model.py`` measures those of a machine.
 
     Raises:
         ConfigError: A price is out of range.
