@@ -1,10 +1,10 @@
 """A real server under a memory limit and random clients for a long time: does it stay flat, and does it only say 429?
 
-Starts `kvist serve` with a limit on its address space (`ulimit -v`), a small queue and little KV memory. Each client sends
-random requests for --minutes: whole answers, streams read to the end, streams dropped half-way, prompts with and without
-a common beginning, with and without max_tokens. The queue is shorter than the clients are many, so some are refused.
-Samples the server's resident memory every second; drift is the mean of the last tenth after warm-up against that of
-the first tenth. Ends with one JSON line; exit code 1 if there was any error but 429 or the server died.
+Starts `kvist serve` with a limit on its address space (`ulimit -v`), a small queue and little KV memory. Each client
+sends random requests for --minutes: whole answers, streams read to the end, streams dropped half-way, prompts with and
+without a common beginning, with and without max_tokens. The queue is shorter than the clients are many, so some are
+refused. Samples the server's resident memory every second; drift is the mean of the last tenth after warm-up against
+that of the first tenth. Ends with one JSON line; exit code 1 if there was any error but 429 or the server died.
 
     python benchmarks/soak.py [--minutes 30] [--clients 64] [--memory-limit-gib 8]
     python benchmarks/soak.py --minutes 1 --clients 16        # a smoke run
@@ -37,7 +37,26 @@ START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 20.0
 REQUEST_TIMEOUT_S = 300.0
 SAMPLE_INTERVAL_S = 1.0
-WORDS = "the river runs past old mills and under a stone bridge where boats wait for rain in spring".split()
+WORDS = [
+    "the",
+    "river",
+    "runs",
+    "past",
+    "old",
+    "mills",
+    "and",
+    "under",
+    "a",
+    "stone",
+    "bridge",
+    "where",
+    "boats",
+    "wait",
+    "for",
+    "rain",
+    "in",
+    "spring",
+]
 
 
 @dataclass
@@ -65,7 +84,7 @@ def start_server(arguments: argparse.Namespace, log: object) -> tuple[subprocess
         command,
         stdout=subprocess.PIPE,
         stderr=log,  # type: ignore[call-overload]  # a temporary file
-        preexec_fn=limit_memory,
+        preexec_fn=limit_memory,  # noqa: PLW1509  # no threads yet
         start_new_session=True,
     )
     assert process.stdout is not None
@@ -125,22 +144,25 @@ async def send(
             if response.status_code != 200:
                 await response.aread()
                 return status_of(response)
-            is_done = False
-            num_events = 0
-            async for line in response.aiter_lines():
-                if line.startswith("data: [DONE]"):
-                    is_done = True
-                elif line.startswith("data: "):
-                    event = json.loads(line.removeprefix("data: "))
-                    if "error" in event:
-                        return "error in a stream"
-                    num_events += 1
-                    tally.num_output_tokens += 1
-                    if num_events == drop_after:
-                        return "dropped by the client"
-            return "streamed" if is_done else "error: a stream without an end"
+            return await read_stream(response, drop_after, tally)
     except httpx.HTTPError as error:
         return f"error: {type(error).__name__}"
+
+
+async def read_stream(response: httpx.Response, drop_after: int | None, tally: Tally) -> str:
+    """Read a stream to its end, or so many events of it; return its outcome."""
+    num_events = 0
+    async for line in response.aiter_lines():
+        if line.startswith("data: [DONE]"):
+            return "streamed"
+        if line.startswith("data: "):
+            if "error" in json.loads(line.removeprefix("data: ")):
+                return "error in a stream"
+            num_events += 1
+            tally.num_output_tokens += 1
+            if num_events == drop_after:
+                return "dropped by the client"
+    return "error: a stream without an end"
 
 
 def status_of(response: httpx.Response) -> str:
@@ -177,7 +199,9 @@ async def sample_memory(process: subprocess.Popen[bytes], end_s: float) -> list[
     return samples
 
 
-async def soak(url: str, process: subprocess.Popen[bytes], arguments: argparse.Namespace) -> tuple[Tally, list[int]]:  # fmt: skip
+async def soak(
+    url: str, process: subprocess.Popen[bytes], arguments: argparse.Namespace
+) -> tuple[Tally, list[int]]:
     tally = Tally()
     end_s = time.monotonic() + 60 * arguments.minutes
     clients = [
