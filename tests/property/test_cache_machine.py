@@ -9,20 +9,28 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import pytest
+from benchmarks.eviction_strategies import Arc, S3Fifo
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvist.cache.eviction import Lru, SegmentedLru
 from kvist.cache.hash import BlockHasher, TokenChain
 from kvist.cache.manager import CacheManager
 from kvist.cache.namespaces import Namespace
+from kvist.errors import NotCached, PinBudgetExceeded
 from kvist.types import BlockHash
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvist.cache.eviction import StrategyFactory
     from kvist.cache.lease import PrefixLease
+    from kvist.cache.pins import Pin
 
 NAMESPACES = tuple(Namespace(model="m", tenant=tenant) for tenant in ("a", "b"))
 # Two tokens, so that prefixes are shared by chance at every depth.
@@ -52,12 +60,24 @@ class ModelRequest:
 class CacheMachine(RuleBasedStateMachine):
     hasher: BlockHasher = BlockHasher(bytes(range(32)))
     is_exact = True
+    strategy: StrategyFactory = SegmentedLru
+    shares: Mapping[str, float] | None = None
+    pin_fraction = 0.5
 
     @initialize(block_size=st.sampled_from([1, 2, 3, 4]), num_blocks=st.integers(3, 12))
     def start(self, block_size: int, num_blocks: int) -> None:
         self.block_size = block_size
+        self.now_ns = 1
+        self.pins: list[tuple[Pin, TokenChain]] = []
+        self.num_pinned_ever = 0
         self.manager = CacheManager(
-            num_blocks=num_blocks, block_size=block_size, hasher=self.hasher
+            num_blocks=num_blocks,
+            block_size=block_size,
+            hasher=self.hasher,
+            eviction=type(self).strategy,
+            shares=self.shares,
+            pin_fraction=self.pin_fraction,
+            clock_ns=lambda: self.now_ns,
         )
         self.contents: list[list[object]] = [[None] * block_size for _ in range(num_blocks)]
         self.num_committed = [0] * num_blocks
@@ -291,6 +311,63 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.manager.reset() == num_evictable
         assert self.manager.num_evictable == 0
 
+    @precondition(lambda self: self.running or self.waiting)
+    @rule(index=INDEX, num_tokens=st.integers(1, 12), ttl_s=st.sampled_from([None, 1, 5]))
+    def pin(self, index: int, num_tokens: int, ttl_s: float | None) -> None:
+        request = self.pick(self.running + self.waiting, index)
+        manager = self.manager
+        before = manager.stats()
+        length = min(num_tokens, len(request.tokens)) // self.block_size * self.block_size
+        hit = manager.match(request.chain, length).block_ids
+        blocks = [manager._pool.blocks[block_id] for block_id in hit]
+        try:
+            pin = manager.pin(request.chain, num_tokens, ttl_s)
+        except NotCached:
+            assert len(hit) * self.block_size < length or length == 0
+        except PinBudgetExceeded:
+            pinned = {block for pin, _ in self.pins for block in pin.blocks}
+            assert len(pinned.union(blocks)) > manager.max_pinned
+        else:
+            if pin is not None:
+                assert pin.num_tokens == length
+                self.pins.append((pin, request.chain))
+                self.num_pinned_ever += 1
+                return
+            assert sum(block.ref_count == 0 for block in blocks) > manager.num_available
+        assert manager.stats() == before
+
+    @precondition(lambda self: self.pins)
+    @rule(index=INDEX)
+    def unpin(self, index: int) -> None:
+        pin, _ = self.pins[index % len(self.pins)]
+        self.manager.unpin(pin)
+        before = self.manager.stats()
+        self.manager.unpin(pin)
+        assert self.manager.stats() == before
+
+    @precondition(lambda self: self.running or self.waiting)
+    @rule(index=INDEX, num_tokens=st.integers(1, 12), ttl_s=st.sampled_from([1, 5]))
+    def retain(self, index: int, num_tokens: int, ttl_s: float) -> None:
+        request = self.pick(self.running + self.waiting, index)
+        before = self.manager.stats()
+        length = min(num_tokens, len(request.tokens)) // self.block_size * self.block_size
+        is_cached = len(self.manager.match(request.chain, length).block_ids) * self.block_size
+        try:
+            assert self.manager.retain(request.chain, num_tokens, ttl_s) == length
+        except NotCached:
+            assert is_cached < length or length == 0
+        # Nothing is held by it, and nobody's admission can be in its way.
+        assert self.manager.stats() == before
+
+    @rule(seconds=st.integers(1, 4))
+    def wait(self, seconds: int) -> None:
+        self.now_ns += seconds * 10**9
+        due = [pin for pin, _ in self.pins if (pin.deadline_ns or self.now_ns + 1) <= self.now_ns]
+        self.manager.stats()  # where times end
+        assert all(pin.is_released for pin in due)
+        retained = [b for part in self.manager._pool.partitions for b in part.retained]
+        assert all(block.node.kept_until_ns > self.now_ns for block in retained)
+
     # --- laws
 
     @invariant()
@@ -302,8 +379,15 @@ class CacheMachine(RuleBasedStateMachine):
         assert stats.num_free + stats.num_evictable + stats.num_held == stats.num_blocks
         for request in self.running:
             self.assert_contents(request)
+        self.pins = [entry for entry in self.pins if not entry[0].is_released]
+        for pin, chain in self.pins:
+            assert self.manager.match(chain, pin.num_tokens).num_hit_tokens == pin.num_tokens
+        assert stats.num_pinned == len({block for pin, _ in self.pins for block in pin.blocks})
+        assert stats.num_pinned <= self.manager.max_pinned
 
     def teardown(self) -> None:
+        for pin, _ in getattr(self, "pins", ()):
+            self.manager.unpin(pin)
         for request in list(getattr(self, "running", ())):
             self.release(request)
         if hasattr(self, "manager"):
@@ -321,6 +405,25 @@ class CollidingCacheMachine(CacheMachine):
     is_exact = False
 
 
+class LruCacheMachine(CacheMachine):
+    strategy = Lru
+
+
+class S3FifoCacheMachine(CacheMachine):
+    strategy = S3Fifo
+
+
+class ArcCacheMachine(CacheMachine):
+    strategy = Arc
+
+
+class SharedCacheMachine(CacheMachine):
+    """One tenant has a share, the other what is left."""
+
+    shares = MappingProxyType({"a": 0.3})
+    pin_fraction = 0.25
+
+
 SETTINGS = settings(
     max_examples=60,
     stateful_step_count=40,
@@ -331,9 +434,37 @@ TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = SETTINGS
 TestCollidingCacheMachine = CollidingCacheMachine.TestCase
 TestCollidingCacheMachine.settings = settings(SETTINGS, max_examples=25)
+TestLruCacheMachine = LruCacheMachine.TestCase
+TestLruCacheMachine.settings = settings(SETTINGS, max_examples=20)
+TestS3FifoCacheMachine = S3FifoCacheMachine.TestCase
+TestS3FifoCacheMachine.settings = settings(SETTINGS, max_examples=20)
+TestArcCacheMachine = ArcCacheMachine.TestCase
+TestArcCacheMachine.settings = settings(SETTINGS, max_examples=20)
+TestSharedCacheMachine = SharedCacheMachine.TestCase
+TestSharedCacheMachine.settings = settings(SETTINGS, max_examples=30)
+MACHINES = [
+    CacheMachine,
+    CollidingCacheMachine,
+    LruCacheMachine,
+    S3FifoCacheMachine,
+    ArcCacheMachine,
+    SharedCacheMachine,
+]
 
 
-@pytest.mark.parametrize("machine", [CacheMachine, CollidingCacheMachine])
+def keep_something(soak: CacheMachine, draw: random.Random) -> None:
+    choice = draw.random()
+    if choice < 0.04 and (soak.running or soak.waiting):
+        soak.pin(draw.randrange(100), draw.randint(1, 12), draw.choice([None, 1, 5]))
+    elif choice < 0.08 and soak.pins:
+        soak.unpin(draw.randrange(100))
+    elif choice < 0.12 and (soak.running or soak.waiting):
+        soak.retain(draw.randrange(100), draw.randint(1, 12), draw.choice([1, 5]))
+    elif choice < 0.15:
+        soak.wait(draw.randint(1, 4))
+
+
+@pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize(
     ("seed", "block_size", "num_blocks"), [(1, 1, 9), (2, 2, 10), (3, 4, 5), (4, 3, 30), (5, 4, 12)]
 )
@@ -343,6 +474,7 @@ def test_soak(machine: type[CacheMachine], seed: int, block_size: int, num_block
     soak = machine()
     soak.start(block_size, num_blocks)
     for _ in range(2000):
+        keep_something(soak, draw)
         choice = draw.random()
         if choice < 0.25 and len(soak.waiting) < 8:
             tokens = [draw.randrange(2) for _ in range(draw.randint(1, 12))]
@@ -369,8 +501,9 @@ def test_soak(machine: type[CacheMachine], seed: int, block_size: int, num_block
         soak.laws_hold()
     stats = soak.manager.stats()
     assert stats.num_admissions > 100
-    assert stats.num_evictions > 50
+    assert stats.num_evictions > 20
     assert stats.num_duplicate_blocks > 0
+    assert soak.num_pinned_ever > 2
     if (
         block_size > 1
     ):  # a block of one token has no head, and the weak hasher tells its two contents apart

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from kvist.cache.block import Block
+    from kvist.cache.tree import Node
     from kvist.types import BlockHash
 
 MIN_PROTECTED, FIRST_PROTECTED, MAX_PROTECTED = 0.4, 0.5, 0.9
@@ -159,8 +160,8 @@ class SegmentedLru:
         node = block.node
         assert node is not None
         assert node.parent is not None
-        if node.block_hash is not None and self._was_ghost(node.block_hash):
-            node.num_hits = node.num_hits or 1
+        if node.block_hash in self._ghosts_new or node.block_hash in self._ghosts_hit:
+            self._welcome_back(node)
         if not node.num_hits and node.num_continuations < MIN_CONTINUATIONS:
             self._probation[block] = None
             return
@@ -197,17 +198,17 @@ class SegmentedLru:
             self._probation[block] = None
             self._probation.move_to_end(block, last=False)
 
-    def _was_ghost(self, block_hash: BlockHash) -> bool:
-        """Take an identity that came back from the ghosts, and move the border by what it says."""
+    def _welcome_back(self, node: Node) -> None:
+        """Take a node that came back from the ghosts, and move the border by what that says."""
+        block_hash = node.block_hash
+        assert block_hash is not None
         if block_hash in self._ghosts_new:
             del self._ghosts_new[block_hash]
             self.max_protected = max(self.max_protected - 1, int(self._num_blocks * MIN_PROTECTED))
-        elif block_hash in self._ghosts_hit:
+        else:
             del self._ghosts_hit[block_hash]
             self.max_protected = min(self.max_protected + 1, int(self._num_blocks * MAX_PROTECTED))
-        else:
-            return False
-        return True
+        node.num_hits = node.num_hits or 1
 
 
 STRATEGIES: Mapping[str, StrategyFactory] = {"default": SegmentedLru, "lru": Lru}

@@ -456,8 +456,8 @@ class CacheManager:
         """
         deadline_ns = self._deadlines.after(ttl_s)
         self._expire_due()
-        nodes = self._published(chain, num_tokens)[::-1]
-        for node in nodes:  # deepest first (eviction inv. 1)
+        nodes = self._published(chain, num_tokens)
+        for node in reversed(nodes):  # deepest first (eviction inv. 1)
             node.kept_until_ns = max(node.kept_until_ns, deadline_ns)
             self._queue_again(node)
         self._deadlines.add(deadline_ns, Retention(nodes))
@@ -680,19 +680,23 @@ class CacheManager:
             self._pool.keep(node.block)
 
     def _expire_due(self) -> None:
-        """End the pins and TTLs whose time is over. O(1) when there are none, else O(their blocks + log entries)."""
+        """End the pins and TTLs whose time is over. O(1) when there are none, else O(n log n) in what ends."""
         if not self._deadlines.entries:
             return
-        for entry in self._deadlines.due():
+        now_ns = self._deadlines.now_ns()
+        depths: dict[Node, int] = {}
+        for entry in self._deadlines.due(now_ns):
             if isinstance(entry, Pin):
                 self._counters.num_expired_pins += not entry.is_released
                 self.unpin(entry)
-                continue
-            for node in entry.nodes:
-                # Not when it was evicted since, or retained for longer.
-                if node.block.node is node and 0 < node.kept_until_ns <= self._deadlines.now_ns():
-                    node.kept_until_ns = 0
-                    self._queue_again(node)
+            else:
+                depths.update({node: depth for depth, node in enumerate(entry.nodes)})
+        # Deepest first across all that is due (eviction inv. 1).
+        for node in sorted(depths, key=depths.__getitem__, reverse=True):
+            # Not when it was evicted since, or retained for longer.
+            if node.block.node is node and 0 < node.kept_until_ns <= now_ns:
+                node.kept_until_ns = 0
+                self._queue_again(node)
 
     def _add_pending(self, lease: PrefixLease, chain: TokenChain) -> None:
         """Note what the lease is going to compute of the tokens known so far."""

@@ -46,7 +46,7 @@ class Retention:
     """A TTL on published blocks."""
 
     nodes: Sequence[Node]
-    """Deepest first."""
+    """Those of the prefix, from the first on."""
 
 
 class Deadlines:
@@ -86,7 +86,7 @@ class Deadlines:
         self._num_added += 1
         heapq.heappush(self.entries, (deadline_ns, self._num_added, entry))
 
-    def due(self) -> Iterator[Pin | Retention]:
+    def due(self, now_ns: int) -> Iterator[Pin | Retention]:
         """Take out and yield what is over, earliest first. O(log entries) each."""
-        while self.entries and self.entries[0][0] <= self._clock_ns():
+        while self.entries and self.entries[0][0] <= now_ns:
             yield heapq.heappop(self.entries)[2]
