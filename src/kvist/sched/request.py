@@ -21,7 +21,7 @@ from kvist.errors import InvariantViolation
 from kvist.types import Usage
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from kvist.cache.hash import TokenChain
     from kvist.cache.lease import PrefixLease
@@ -104,6 +104,8 @@ class Request:
     num_positions_computed: int = field(init=False, default=0)
     """All work done for this request, in token positions, repeated work included."""
     num_preemptions: int = field(init=False, default=0)
+    on_wake: Callable[[], None] | None = field(init=False, default=None)
+    """Set while the request sleeps (``Scheduler.sleep``); only while RUNNING."""
     num_tokens_at_preemption: int = field(init=False, default=0)
     """``num_tokens`` when it was preempted last; 0 before."""
 
@@ -127,7 +129,9 @@ class Request:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Positions still to compute before the next token can be chosen."""
+        """Positions still to compute before the next token can be chosen; 0 while it sleeps."""
+        if self.on_wake is not None:
+            return 0
         return len(self.token_ids) - self.num_computed_tokens
 
     @property

@@ -196,6 +196,7 @@ class Scheduler:
         # By arrival, oldest first; at most max_running, so insertion into a list is cheap.
         self._running: list[Request] = []
         self._in_flight: _InFlight | None = None
+        self._num_asleep = 0
         self._deadlines = Deadlines()
         self._throughput = Throughput()
         # Last updates of requests that ended outside a step, until somebody takes them.
@@ -337,6 +338,26 @@ class Scheduler:
         self._preempt(request)
         return True
 
+    def sleep(self, request: Request, on_wake: Callable[[], None]) -> None:
+        """Leave a running request out of plans until ``wake``.
+
+        It keeps its blocks, its place among the running and one position of each step's budget, as if it went on
+        decoding. A simulation puts a request to sleep for the steps in which it would only decode inside one block, and
+        brings it up to date in ``on_wake``, which is called before a plan schedules it or its blocks are released.
+        """
+        if request.status is RequestStatus.RUNNING and request.on_wake is None:
+            request.on_wake = on_wake
+            self._num_asleep += 1
+
+    def wake(self, request: Request) -> None:
+        """Let plans schedule a sleeping request again; no effect on any other."""
+        if request.on_wake is not None:
+            on_wake, request.on_wake = request.on_wake, None
+            self._num_asleep -= 1
+            num_tokens = request.num_tokens
+            on_wake()
+            self._policy.charge(request, request.num_tokens - num_tokens)
+
     def stats(self) -> SchedulerStats:
         """Return the counters."""
         return SchedulerStats(
@@ -362,8 +383,8 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """Return what to compute next; None when there is nothing to do, or nothing possible just now.
 
-        The latter happens only when blocks that must be there could not be had; after MAX_FAILED_PLANS such plans in a
-        row the request that stands first is refused (``take_ended``).
+        The latter happens while only sleeping requests could go on, or when blocks that must be there could not be had;
+        after MAX_FAILED_PLANS such plans in a row the request that stands first is refused (``take_ended``).
 
         Mutates:
             Admits waiting requests, allocates blocks (evicting cached ones), preempts when the pool is exhausted.
@@ -382,7 +403,7 @@ class Scheduler:
                 f"[scheduler] step {self._in_flight.plan.step_index} must be applied before the next is planned"
             )
         started_ns = self._clock()
-        step = _Step(budget=self._max_batch_tokens)
+        step = _Step(budget=max(0, self._max_batch_tokens - self._num_asleep))
         self._wake_parked()
         self._reorder_stale()
         self._plan_next_tokens(step)
@@ -393,7 +414,7 @@ class Scheduler:
         self._num_pauses += len(step.paused)
         self._num_failed_allocations += step.has_failed_allocation
         if not step.num_scheduled:
-            if self._requests:
+            if self._requests and not self._num_asleep:
                 self._give_up_or_retry(step)
             return None
         self._num_failed_plans = 0
@@ -429,7 +450,7 @@ class Scheduler:
             self._compute(request, min(request.num_uncomputed_tokens, step.budget), step)
 
     def _plan_rest(self, step: _Step) -> None:
-        for request in self._running.copy():
+        for request in [r for r in self._running if r.on_wake is None]:
             if step.budget == 0:
                 return
             num_left = step.num_left(request)
@@ -539,9 +560,8 @@ class Scheduler:
         num_tokens = request.num_tokens - match.num_hit_tokens
         if num_tokens <= step.budget or self._policy.is_batched:
             return min(num_tokens, step.budget)
-        num_left = min(
-            (left for r in self._running if (left := step.num_left(r)) > 0), default=None
-        )
+        awake = [r for r in self._running if r.on_wake is None]
+        num_left = min((left for r in awake if (left := step.num_left(r)) > 0), default=None)
         if not is_urgent and num_left is not None and 2 * num_tokens > num_left:
             return None
         has_others = len(self._queue) - self._queue.num_parked > 1
@@ -879,6 +899,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         """Give the blocks of a running request back; the only place where the scheduler does."""
+        self.wake(request)
         self._manager.release(_lease_of(request))
         request.lease = None
         request.num_computed_tokens = 0

@@ -152,3 +152,20 @@ def test_refuses_token_ids_out_of_range(token_id: int) -> None:
         TokenChain(HASHER, NAMESPACE, 4, [1, token_id])
     with pytest.raises(RequestError):
         TokenChain(HASHER, NAMESPACE, 4, [1]).append(token_id)
+
+
+def test_extending_a_chain_is_appending_each_token():
+    for size in (1, 3, 4):
+        for first, more in (((), (1,)), ((1, 2), (3, 4, 5, 6, 7)), ((1, 2, 3), ())):
+            one, many = (
+                TokenChain(BlockHasher(bytes(32)), Namespace(model="m"), size, first)
+                for _ in range(2)
+            )
+            for token_id in more:
+                one.append(token_id)
+            many.extend(more)
+            assert one.num_tokens == many.num_tokens
+            assert one.num_full_blocks == many.num_full_blocks
+            for index in range(one.num_full_blocks):
+                assert one.block_hash(index) == many.block_hash(index)
+            assert one.block_tokens(one.num_full_blocks) == many.block_tokens(many.num_full_blocks)

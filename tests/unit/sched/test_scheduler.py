@@ -532,3 +532,36 @@ def test_the_fake_runner_notices_blocks_of_another_tenant() -> None:
     with pytest.raises(WrongContents, match="b: block"):
         trace.runner.run(plan)
     trace.finish("b")
+
+
+def test_a_sleeping_request_is_planned_by_nobody_and_keeps_its_place_in_the_budget():
+    trace = Trace(max_batch_tokens=8, max_running=4)
+    sleeper = trace.add("a", range(1, 5), max_tokens=20, ignore_eos=True)
+    trace.step()
+    woken = []
+    trace.scheduler.sleep(sleeper, lambda: woken.append(sleeper.num_tokens))
+    assert trace.scheduler.plan() is None
+    trace.add("b", range(10, 26), max_tokens=1)
+    plan = trace.step()
+    assert [(s.request_id, len(s.token_ids)) for s in plan.sequences] == [("b", 7)]
+    trace.scheduler.wake(sleeper)
+    trace.scheduler.wake(sleeper)
+    assert woken == [5]
+    assert {s.request_id for s in trace.step().sequences} == {"a", "b"}
+
+
+def test_a_sleeping_request_is_woken_before_its_blocks_are_released():
+    trace = Trace()
+    sleeper = trace.add("a", range(1, 5), max_tokens=20, ignore_eos=True)
+    trace.step()
+    for end in (lambda: trace.scheduler.preempt("a"), lambda: trace.finish("a")):
+        held = []
+        trace.scheduler.sleep(
+            sleeper, lambda held=held: held.append(len(sleeper.lease.block_table))
+        )
+        end()
+        assert len(held) == 1
+        assert held[0] >= 1
+        if trace.scheduler.has_work:
+            trace.step()
+    assert trace.manager.num_held == 0

@@ -1,0 +1,119 @@
+"""Token ids made up for a trace, such that the real hashing and comparison find exactly what the trace says is equal.
+
+Responsible for the ids and for a request that carries them cheaply. Knows no time and no blocks of the cache.
+
+    block id b of the trace      every token of the block is 2 b
+    tokens that nobody shares    2 n + 1, where n numbers the request: the rest of its prompt, and its output
+
+An id of a trace stands for a block with its prefix, so blocks with equal ids follow equal blocks, and sequences share
+tokens exactly as far as their ids agree. Two records share the head of a shorter last block as well.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, cast
+
+from kvist.cache.hash import TOKEN_BYTES
+from kvist.errors import TraceError
+from kvist.sched.request import Request
+from kvist.types import TokenId
+
+if TYPE_CHECKING:
+    from kvist.replay.traces import TraceRequest
+
+MAX_IDS = 2**31
+"""Block ids and requests of a trace at most, since a token id has 32 bits."""
+
+
+def own_token(number: int) -> TokenId:
+    """Return the token id that only request ``number`` of the trace has."""
+    return TokenId(2 * number + 1)
+
+
+def prompt_of(record: TraceRequest, number: int) -> array[int]:
+    """Return the token ids of a request's prompt. O(tokens), without a Python loop over them.
+
+    Raises:
+        TraceError: A block id is too large.
+    """
+    size = record.block_size
+    parts = []
+    for run in record.block_runs:
+        if run.stop > MAX_IDS:
+            raise TraceError(f"[replay] block ids must be below {MAX_IDS}, received {run.stop - 1}")
+        parts += [(2 * block_id).to_bytes(TOKEN_BYTES, "little") * size for block_id in run]
+    packed = b"".join(parts)
+    num_bytes = record.num_input_tokens * TOKEN_BYTES
+    if len(packed) < num_bytes:
+        own = own_token(number).to_bytes(TOKEN_BYTES, "little")
+        packed += own * ((num_bytes - len(packed)) // TOKEN_BYTES)
+    tokens = array("I")
+    tokens.frombytes(packed[:num_bytes])
+    return tokens
+
+
+@lru_cache(maxsize=4096)
+def _placeholder(num_tokens: int) -> tuple[int, ...]:
+    return (0,) * num_tokens
+
+
+class _CountedTokens:
+    """The tokens of a sequence where only their number is ever asked for: a step of the simulation computes none.
+
+    A list of 100,000 integers per request would cost more than all the rest.
+    """
+
+    __slots__ = ("_num_tokens",)
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+
+    def __len__(self) -> int:
+        return self._num_tokens
+
+    def __getitem__(self, index: slice) -> tuple[int, ...]:
+        return _placeholder(len(range(*index.indices(self._num_tokens))))
+
+    def append(self, token_id: int) -> None:
+        del token_id
+        self._num_tokens += 1
+
+    def grow(self, num_tokens: int) -> None:
+        self._num_tokens += num_tokens
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SimulatedRequest(Request):
+    """A request whose output is known beforehand."""
+
+    number: int
+    """Its place in the trace, from 0."""
+    session: str
+    """Whom it belongs to; empty: unknown."""
+    num_output_wanted: int
+    """Tokens that it generates."""
+
+    # Times in picoseconds; -1: not yet.
+    arrival_ps: int = 0
+    started_ps: int = -1
+    """Beginning of the first step that computed something of it."""
+    first_token_ps: int = -1
+    last_token_ps: int = -1
+    asleep_since: int = -1
+    """Index of the first step that it sleeps through."""
+
+    def __post_init__(self) -> None:
+        self.token_ids = cast("list[TokenId]", _CountedTokens(len(self.prompt_token_ids)))
+
+    def append_many(self, num_tokens: int) -> None:
+        """Add so many output tokens at once."""
+        cast("_CountedTokens", self.token_ids).grow(num_tokens)
+        self.chain.extend(array("I", [own_token(self.number)]) * num_tokens)
+
+    @property
+    def num_output_left(self) -> int:
+        """Tokens still to generate."""
+        return self.num_output_wanted - self.num_output_tokens
