@@ -165,9 +165,10 @@ class _Routes:
     async def _unless_aborted(self, reading: Coroutine[Any, Any, _T]) -> _T:  # Any: unused
         # A client that sends slowly, or a prompt of megabytes, must not hold up the end of the server.
         task = asyncio.ensure_future(reading)
-        ending = asyncio.ensure_future(self._gate.aborted.wait())
+        ending = self._gate.until_aborted()
         try:
-            await asyncio.wait({task, ending}, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {task, ending}  # Any: two types of result
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
             raise EngineStopped("[server] the server shut down before the request was read")

@@ -100,8 +100,8 @@ class Gate:
 
     def __init__(self) -> None:
         self.is_open = True
-        self.aborted = asyncio.Event()
-        """Set when nothing may go on any more."""
+        self._is_aborted = False
+        self._abort_waiters: set[asyncio.Future[None]] = set()
         self._calls: set[Call] = set()
         self._is_empty = asyncio.Event()
         self._is_empty.set()
@@ -118,11 +118,24 @@ class Gate:
     def abort(self) -> None:
         """End every call inside with EngineStopped, and let no further one in."""
         self.close()
-        self.aborted.set()
+        self._is_aborted = True
+        for waiter in self._abort_waiters:
+            if not waiter.done():
+                waiter.set_result(None)
         for call in list(self._calls):
             call.abort(
                 EngineStopped("[server] the server shut down before the request was finished")
             )
+
+    def until_aborted(self) -> asyncio.Future[None]:
+        """Return a future that is done once nothing may go on any more; cancel it when it is no longer needed."""
+        waiter = asyncio.get_running_loop().create_future()
+        if self._is_aborted:
+            waiter.set_result(None)
+        else:
+            self._abort_waiters.add(waiter)
+            waiter.add_done_callback(self._abort_waiters.discard)
+        return waiter
 
     def enter(self, call: Call) -> None:
         """Remember a running call."""

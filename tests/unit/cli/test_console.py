@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -26,8 +27,13 @@ def test_end_of_the_process_waits_for_nothing_and_loses_no_output():
 
 
 def test_end_of_the_process_without_a_reader_is_no_failure():
+    # Buffered, so that the flush is what fails.
+    environment = {name: os.environ[name] for name in os.environ if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen(
-        [sys.executable, "-c", LEAVE], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [sys.executable, "-c", LEAVE],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=environment,
     ) as child:
         child.stdout.close()
         assert child.wait(30) == 0
