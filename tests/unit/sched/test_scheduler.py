@@ -548,6 +548,7 @@ def test_a_sleeping_request_is_planned_by_nobody_and_keeps_its_place_in_the_budg
     trace.scheduler.wake(sleeper)
     assert woken == [5]
     assert {s.request_id for s in trace.step().sequences} == {"a", "b"}
+    trace.drain()
 
 
 def test_a_sleeping_request_is_woken_before_its_blocks_are_released():
