@@ -99,7 +99,11 @@ class TestGenerate:
         with pytest.raises(RequestError, match=message):
             engine.generate(prompts, GREEDY)
 
-    @pytest.mark.parametrize("prompts", [5, None, b"abc", {"a": 1}, iter(["a"]), [b"abc"]], ids=str)
+    @pytest.mark.parametrize(
+        "prompts",
+        [5, None, b"abc", {"a": 1}, iter(["a"]), [b"abc"]],
+        ids=lambda v: type(v).__name__,
+    )
     def test_refuses_values_of_other_types_by_name(self, engine, prompts):
         with pytest.raises(RequestError, match="token ids, or a sequence"):
             engine.generate(prompts, GREEDY)
