@@ -42,8 +42,8 @@ def main() -> int:
         return 0
     print(
         f"pip would install a CUDA build for {requirement}, several GB, and this machine has no GPU.\n"
-        "Point pip at the index of CPU builds that pytorch.org lists, for instance with PIP_EXTRA_INDEX_URL, "
-        "and run make again.",
+        "Point pip at the index of CPU builds that PyTorch's installation page names, for instance with "
+        "PIP_EXTRA_INDEX_URL, and run make again.",
         file=sys.stderr,
     )
     return 1
