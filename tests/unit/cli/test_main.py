@@ -100,8 +100,10 @@ def test_no_colour_where_there_is_no_terminal():
 def test_interrupt_is_exit_code_130_without_traceback():
     """Chat waits for its input before it loads anything only when there is a model; pull --list is too quick."""
     code = (
-        "import time, typer\n"
+        # A shell starts background jobs with SIGINT ignored, and their children inherit that.
+        "import signal, time, typer\n"
         "from kvist.cli.console import reported_errors\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "app = typer.Typer()\n"
         "@app.command()\n"
         "def wait():\n"
