@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvist.cache.hash import BlockHasher, TokenChain
 from kvist.cache.manager import CacheManager
@@ -18,13 +18,14 @@ KEY = bytes(range(32))
 
 
 def make_manager(
-    num_blocks: int, block_size: int = 4, *, prefix_cache: bool = True
+    num_blocks: int, block_size: int = 4, *, prefix_cache: bool = True, **options: Any
 ) -> CacheManager:
     return CacheManager(
         num_blocks=num_blocks,
         block_size=block_size,
         hasher=BlockHasher(KEY),
         prefix_cache=prefix_cache,
+        **options,
     )
 
 

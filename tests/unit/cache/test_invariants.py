@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.support.cache import compute, make_manager, serve, start
+from tests.support.cache import NAMESPACE, compute, make_manager, serve, start
 
 from kvist.cache.namespaces import Namespace
 from kvist.errors import InvariantViolation
@@ -23,16 +23,18 @@ class State:
 
     first   live, 10 tokens: full nodes 0 and 1, open node 2
     second  live, same first block: its own is a duplicate of node 0
+    pinned  node 0 of first, by a pin too
     cached  [50] * 8 and one more: full nodes, then a partial one, unreferenced
     """
 
     def __init__(self) -> None:
-        self.manager: CacheManager = make_manager(16)
+        self.manager: CacheManager = make_manager(16, shares={"a": 0.1}, pin_fraction=0.1)
         self.first, first_chain = start(self.manager, range(10), reserve=16)
         self.second, second_chain = start(self.manager, [*range(4), 70, 71], reserve=8)
         compute(self.manager, self.first, first_chain)
         compute(self.manager, self.second, second_chain)
         serve(self.manager, [*[50] * 8, 51, 52])
+        self.manager.pin(self.manager.new_chain(NAMESPACE, range(4)), 4)
         self.pool = self.manager._pool
         self.tree = self.manager._tree
         self.root = next(iter(self.tree.roots.values()))
@@ -169,10 +171,45 @@ def miscount_pending(state: State) -> None:
     state.manager._pending.add(b"nobody's")
 
 
+def miscount_evictable_blocks(state: State) -> None:
+    state.pool.num_evictable -= 1
+
+
+def miscount_a_partition(state: State) -> None:
+    state.pool.partitions.of("").num_used += 1
+
+
+def queue_in_the_wrong_partition(state: State) -> None:
+    block = state.cached[2].block
+    block.partition = state.pool.partitions.of("a")
+
+
+def retain_without_a_ttl(state: State) -> None:
+    block = state.cached[0].block
+    block.partition.strategy.remove(block)
+    block.partition.retained[block] = None
+
+
+def queue_a_retained_block(state: State) -> None:
+    state.cached[0].kept_until_ns = 5
+
+
+def keep_a_child_longer(state: State) -> None:
+    state.cached[1].kept_until_ns = 5
+
+
+def rank_a_partition_wrong(state: State) -> None:
+    state.pool.partitions.of("").rank = 2
+
+
+def forget_a_pin(state: State) -> None:
+    state.manager._pins.clear()
+
+
 BREAKS: dict[Callable[[State], None], str] = {
     lose_a_block: "are not each of the 16 blocks once",
     list_a_block_twice: "are not each of the 16 blocks once",
-    miscount_references: r"ref_count=2\) has 1 holders",
+    miscount_references: r"ref_count=3\) has 2 holders",
     miscount_reservation: "2 blocks reserved, leases have 1",
     promise_too_much: "are available",
     change_a_block_table: "block table and blocks differ",
@@ -196,6 +233,14 @@ BREAKS: dict[Callable[[State], None], str] = {
     mix_up_the_open_node: "is not its next block",
     compute_what_is_computed: "is computing what it has computed",
     miscount_pending: "identities in flight, leases have",
+    miscount_evictable_blocks: "2 evictable blocks counted, 3 are queued",
+    miscount_a_partition: "9 blocks counted in a partition that has 8",
+    queue_in_the_wrong_partition: "a block is queued in another partition than its own",
+    retain_without_a_ttl: "a block without a TTL is retained",
+    queue_a_retained_block: "a block with a TTL is queued with those without",
+    keep_a_child_longer: "is kept longer than its parent",
+    rank_a_partition_wrong: "blocks is ranked 2",
+    forget_a_pin: r"ref_count=2\) has 1 holders",
 }
 
 
@@ -225,5 +270,6 @@ def test_dump_shows_the_state_without_tokens() -> None:
         assert part in message
     assert "partial node: Block(" in message
     assert "PrefixLease(live" in message
+    assert "Pin(live, 1 blocks" in message
     assert "\\x" not in message
     state.restore_leases()
