@@ -30,7 +30,7 @@ from kvist.cache.namespaces import Namespace
 PHASES = ("chain", "hash", "lookup", "admit", "extend", "commit", "release")
 WARM_UP = 50
 LIMIT_US = 1000.0
-"""What issue 2 allows for the whole, on the machine it was written on."""
+"""What the whole may take."""
 
 
 def serve_once(

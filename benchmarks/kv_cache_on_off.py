@@ -29,7 +29,7 @@ TEXT = (
     "sledge that held the strands tight while they shortened in the twist. "
 )
 MIN_RATIO = 10.0
-"""What issue 2 asks for."""
+"""What keeping K and V must be worth, at least."""
 
 
 @dataclasses.dataclass(frozen=True)

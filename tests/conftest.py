@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kvist.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def pytest_configure() -> None:
@@ -20,6 +25,16 @@ def pytest_configure() -> None:
     if worker.startswith("gw") and hasattr(os, "sched_setaffinity"):
         cpus = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cpus[int(worker[2:]) % len(cpus)]})
+
+
+@pytest.fixture(autouse=True)
+def logging_as_found() -> Iterator[None]:
+    """Undo what a command line run inside the test process does to the package's logger."""
+    logger = logging.getLogger("kvist")
+    level, handlers = logger.level, list(logger.handlers)
+    yield
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
 
 
 @pytest.fixture(scope="session")
