@@ -16,7 +16,6 @@ nothing about requests, tensors or HTTP libraries.
       DeadlineExceeded       the request's own time ran out           -> HTTP 504
       EngineStopped          the engine has been shut down              -> HTTP 503
       TraceError             a recorded trace cannot be read
-      CacheCorruption        a stored block failed verification
       KernelUnavailable      a forced implementation cannot run here
       InvariantViolation     a bug in Kvist; carries a state dump
 
@@ -109,10 +108,6 @@ class EngineStopped(EngineError):
 
 class TraceError(EngineError):
     """A recorded trace is missing, malformed, or of an unknown format; the message has the line number."""
-
-
-class CacheCorruption(EngineError):
-    """A stored block failed verification and was refused."""
 
 
 class KernelUnavailable(EngineError):
