@@ -1,0 +1,40 @@
+// Small things every kernel needs: number formats, alignment, integer division.
+//
+// Nothing here depends on an instruction set beyond the architecture's oldest.
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace kvist {
+
+// Every buffer a kernel reads in vectors starts at a multiple of this, in bytes: one cache line, one AVX-512 vector.
+inline constexpr std::size_t kAlignment = 64;
+
+template <typename T>
+constexpr T ceil_div(T value, T divisor) {
+  return (value + divisor - 1) / divisor;
+}
+
+template <typename T>
+constexpr T round_up(T value, T multiple) {
+  return ceil_div(value, multiple) * multiple;
+}
+
+// bfloat16 is the upper half of a float32.
+inline float bf16_to_f32(std::uint16_t bits) {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
+}
+
+// Rounds to nearest, ties to even; a NaN stays one.
+inline std::uint16_t f32_to_bf16(float value) {
+  const auto bits = std::bit_cast<std::uint32_t>(value);
+  if ((bits & 0x7fffffffU) > 0x7f800000U) {
+    return static_cast<std::uint16_t>((bits >> 16) | 0x0040U);
+  }
+  return static_cast<std::uint16_t>((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
+}
+
+}  // namespace kvist

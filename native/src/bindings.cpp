@@ -1,0 +1,53 @@
+// The Python module `kvist._native`: what the CPU can run, the pool, and the parts.
+//
+// Every function checks its arguments and raises; the kernels behind it take them as they are.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "bindings.h"
+#include "kvist/isa.h"
+#include "kvist/pool.h"
+
+namespace nb = nanobind;
+
+NB_MODULE(_native, module) {
+  nb::set_leak_warnings(false);
+  module.def("isas", [] {
+    std::vector<std::string> names;
+    for (const kvist::Isa isa : kvist::available_isas()) {
+      names.emplace_back(kvist::isa_name(isa));
+    }
+    return names;
+  });
+  module.def("isa", [] { return std::string(kvist::isa_name(kvist::current_isa())); });
+  module.def("force_isa", [](const std::string& name) { kvist::force_isa(name); }, nb::arg("name"));
+  nb::class_<kvist::Pool>(module, "Pool")
+      .def("__init__",
+           [](kvist::Pool* self, int num_threads) {
+             if (num_threads < 1 || num_threads > 1024) {
+               throw std::invalid_argument("[native] expected 1 to 1024 threads, received " +
+                                           std::to_string(num_threads));
+             }
+             new (self) kvist::Pool(num_threads);
+           },
+           nb::arg("num_threads"))
+      .def_prop_ro("num_threads", &kvist::Pool::num_threads)
+      .def("check", [](kvist::Pool& pool, int phases, int items) {
+        // Every item of every phase claimed exactly once: the sum a test knows.
+        std::atomic<long long> sum{0};
+        pool.run([&](kvist::Worker& worker) {
+          for (int phase = 0; phase < phases; ++phase) {
+            for (int item = worker.claim(items); item >= 0; item = worker.claim(items)) {
+              sum.fetch_add(item + 1, std::memory_order_relaxed);
+            }
+            worker.barrier();
+          }
+        });
+        return sum.load();
+      }, nb::arg("phases"), nb::arg("items"), nb::call_guard<nb::gil_scoped_release>());
+}
