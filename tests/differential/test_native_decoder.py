@@ -6,7 +6,7 @@ is left is the rounding of activations (12 bits and more for int8 weights, 8 bit
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +17,7 @@ from tests.support.tiny_models import TINY_MODELS, build_reference, random_promp
 
 from kvist.kernels import native
 from kvist.model.decoder import Decoder
-from kvist.model.layout import EMBEDDING, HEAD
+from kvist.model.layout import EMBEDDING
 from kvist.model.loader import iterate_tensors
 from kvist.model.native_decoder import NativeDecoder, PackedWeights, StepArrays, pack_weights
 from kvist.model.spec_readers import read_spec
@@ -33,9 +33,9 @@ pytestmark = pytest.mark.skipif(not native.available(), reason="the native kerne
 
 PROMPT = random_prompt(41)
 BLOCK_SIZE = 16
-TOLERANCE = {"bf16": 0.03, "int8": 0.03, "int4": 0.25}
-"""Largest absolute difference of a logit; the standard deviation of these models' logits is about 1.3. K and V in
-bfloat16 alone move a logit by about 0.01."""
+TOLERANCE = {"bf16": (0.05, 0.01), "int8": (0.05, 0.01), "int4": (0.6, 0.08)}
+"""Largest difference of a logit, and root of the mean square of all; the standard deviation of these models' logits is
+about 1.3. K and V rounded to bfloat16 alone move a logit by 0.01 to 0.03."""
 
 
 @dataclass
@@ -85,15 +85,14 @@ class NativeSteps:
         return logits
 
 
-def unpacked(
-    spec: ModelSpec, tensors: dict[str, torch.Tensor], packed: PackedWeights
-) -> dict[str, torch.Tensor]:
-    """Return the float32 weights that the packed ones stand for."""
+def oracle_of(spec: ModelSpec, tensors: dict[str, torch.Tensor], packed: PackedWeights) -> Decoder:
+    """Return the torch decoder of the float32 weights that the packed ones stand for."""
     weights = dict(tensors)
     for name, linear in packed.linears.items():
-        target = EMBEDDING if name == HEAD and spec.has_tied_embeddings else name
-        weights[target] = torch.from_numpy(linear.unpack())
-    return weights
+        weights[name] = torch.from_numpy(linear.unpack())
+    # Looked up in bfloat16 on the native plane; a head that was tied to it is packed on its own.
+    weights[EMBEDDING] = tensors[EMBEDDING].bfloat16().float()
+    return Decoder(replace(spec, has_tied_embeddings=False), weights)
 
 
 @pytest.fixture(params=native.isas())
@@ -113,11 +112,7 @@ def build(checkpoint, kind: str) -> tuple[NativeDecoder, Decoder]:
     spec, tensors = checkpoint
     pool = native.extension().Pool(2)
     packed = pack_weights(spec, ((name, t.clone()) for name, t in tensors.items()), kind, pool)
-    oracle = Decoder(spec, unpacked(spec, tensors, packed))
-    if not spec.has_tied_embeddings:
-        # Looked up in bfloat16 on the native plane.
-        oracle.weights[EMBEDDING].copy_(oracle.weights[EMBEDDING].bfloat16())
-    return NativeDecoder(spec, packed, pool), oracle
+    return NativeDecoder(spec, packed, pool), oracle_of(spec, tensors, packed)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
@@ -125,9 +120,12 @@ def test_logits_agree_at_every_position(checkpoint, kind, isa, record_property):
     decoder, oracle = build(checkpoint, kind)
     logits = NativeSteps(decoder, 3).run([Rows(0, PROMPT, [2, 0, 1])])
     expected = run_decoder(oracle, PROMPT, codec="raw16")
-    difference = float((logits - expected).abs().max())
-    record_property("max_logit_difference", difference)
-    assert difference < TOLERANCE[kind]
+    difference = logits - expected
+    largest, root_mean_square = float(difference.abs().max()), float(difference.square().mean().sqrt())
+    record_property("max_logit_difference", largest)
+    record_property("rms_logit_difference", root_mean_square)
+    assert largest < TOLERANCE[kind][0]
+    assert root_mean_square < TOLERANCE[kind][1]
 
 
 def test_chunks_batches_and_chosen_rows_give_the_same_logits(checkpoint, isa):
