@@ -42,9 +42,10 @@ test-native-asan: $(VENV)/.installed-test ## run the native tests under AddressS
 	$(CMAKE) --build $(ASAN)
 	rm -rf $(ASAN)/package && mkdir $(ASAN)/package
 	cp -rs "$(CURDIR)/src/kvist" $(ASAN)/package && cp --remove-destination $(ASAN)/_native*.so $(ASAN)/package/kvist
+	# --capture=sys: the report of a sanitizer is written past Python.
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc PYTHONPATH=$(ASAN)/package \
 		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-		$(BIN)/python -m pytest -p no:cacheprovider tests/native $(ARGS)
+		$(BIN)/python -m pytest -p no:cacheprovider --capture=sys tests/native $(ARGS)
 
 native: $(VENV)/.native ## build the native kernels into src/kvist, after a change to native/
 
