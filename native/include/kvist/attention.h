@@ -29,10 +29,10 @@ enum class KvCodec : int { kRaw16 = 0, kInt8 = 1 };
 
 struct KvLayout {
   KvCodec codec;
-  int num_kv_heads;    // K
-  int block_size;      // P
-  int head_dim;        // D, a multiple of 8 up to 256
-  int row_bytes;       // N * element size
+  int num_kv_heads;           // K
+  int block_size;             // P
+  int head_dim;               // D, a multiple of 8 up to 256
+  int row_bytes;              // N * element size
   std::int64_t block_stride;  // bytes from one block to the next, all layers in between
 };
 
@@ -42,26 +42,26 @@ struct KvLayer {
 };
 
 struct AttentionBatch {
-  int num_sequences;                  // S
-  const std::int32_t* query_starts;   // S + 1
-  const std::int32_t* context_lens;   // S
-  const std::int32_t* table_starts;   // S + 1 offsets into block_ids
+  int num_sequences;                 // S
+  const std::int32_t* query_starts;  // S + 1
+  const std::int32_t* context_lens;  // S
+  const std::int32_t* table_starts;  // S + 1 offsets into block_ids
   const std::int32_t* block_ids;
 };
 
 struct AttentionShape {
   KvLayout layout;
-  int num_heads;     // H, a multiple of K
+  int num_heads;  // H, a multiple of K
   float scale;
-  float softcap;     // 0: none
-  int window;        // keys a query sees at most, itself included; 0: all
+  float softcap;  // 0: none
+  int window;     // keys a query sees at most, itself included; 0: all
 };
 
 // Where queries come from and results go; rows are float32.
 struct AttentionRows {
-  const float* queries;          // row r, head h, at queries + r * query_stride + h * D
+  const float* queries;  // row r, head h, at queries + r * query_stride + h * D
   std::ptrdiff_t query_stride;
-  float* out;                    // row r, head h, at out + r * out_stride + h * D
+  float* out;  // row r, head h, at out + r * out_stride + h * D
   std::ptrdiff_t out_stride;
 };
 
