@@ -55,4 +55,7 @@ NB_MODULE(_native, module) {
             return sum.load();
           },
           nb::arg("phases"), nb::arg("items"), nb::call_guard<nb::gil_scoped_release>());
+  kvist::bind_linear(module);
+  kvist::bind_attention(module);
+  kvist::bind_model(module);
 }
