@@ -4,17 +4,18 @@
 // positions, and reads the positions [0, context_lens[s]) through its block table. K and V of the step's own rows are
 // in the blocks already. Positions no query may see are never read.
 //
-// A block is (L, 2, K, P, N) row-major: per layer, K then V, per KV head, P positions of `row_bytes` each:
-//
-//   codec    a row of D values
-//   raw16    D bfloat16
-//   int8     D int8 codes, then one float16 scale for each group of 64 values (the last may be shorter): value = code *
-//            scale, scale = max|x| / 127 of its group rounded to float16 (never down to 0 for a nonzero group), codes in
-//            [-127, 127]; a group of zeros has scale 0
+// A block is (L, 2, K, P, N) row-major: per layer, K then V, per KV head, P positions of `row_bytes` each, in the
+// format of a codec (kv_codec.h).
 //
 // The work is planned once per step and window, and used by every layer: items for the pool, and merges of items that
-// saw different parts of one row's keys (by log-sum-exp). Blocks that several sequences share, as the block tables show,
-// are read once for all of them: their query rows are stacked.
+// saw different parts of one row's keys (by log-sum-exp). Blocks that several sequences share, as the block tables
+// show, are read once for all of them: their query rows are stacked. Sequences with many query rows in the step, and
+// sequences longer than the window, keep to themselves.
+//
+// Numerics: softmax is exact up to float32 with serial. The vectorised versions may use fixed point where many rows
+// share a tile of keys: their error stays below 2e-3 of the range of V, which is the rounding of a bfloat16 result. A
+// result does not depend on which thread runs what, but it depends, within that tolerance, on the grouping and the
+// splits.
 #pragma once
 
 #include <cstddef>
@@ -22,10 +23,9 @@
 #include <memory>
 
 #include "kvist/isa.h"
+#include "kvist/kv_codec.h"
 
 namespace kvist {
-
-enum class KvCodec : int { kRaw16 = 0, kInt8 = 1 };
 
 struct KvLayout {
   KvCodec codec;
@@ -65,19 +65,39 @@ struct AttentionRows {
   std::ptrdiff_t out_stride;
 };
 
-class AttentionPlan {
- public:
-  virtual ~AttentionPlan() = default;
-  virtual int num_items() const = 0;
-  virtual int num_merges() const = 0;             // 0: no barrier and no second phase needed
-  virtual std::size_t scratch_bytes() const = 0;  // per thread
-  // Both phases: any order, any thread, each index once per layer; a barrier between them.
-  virtual void run(int item, const KvLayer& layer, const AttentionRows& rows, std::uint8_t* scratch) = 0;
-  virtual void merge(int index, const AttentionRows& rows) = 0;
+// What a plan does, in counts that do not depend on timing.
+struct AttentionPlanInfo {
+  int num_items;
+  int num_merges;
+  int num_shared;            // ranges of keys read once for several sequences, before they are split over threads
+  std::int64_t blocks_read;  // per layer and KV head: the blocks of all items
 };
 
-// Plans a step. The arrays of the batch need not outlive the call. Partial results live in the plan.
-std::unique_ptr<AttentionPlan> plan_attention(Isa isa, const AttentionShape& shape, const AttentionBatch& batch,
-                                              int num_threads);
+// Holds the plan of one step and window. A long-lived object: `assign` replaces the plan and keeps the memory, so that
+// planning a step allocates nothing once the buffers have grown.
+class AttentionPlan {
+ public:
+  AttentionPlan();
+  ~AttentionPlan();
+  AttentionPlan(const AttentionPlan&) = delete;
+  AttentionPlan& operator=(const AttentionPlan&) = delete;
+
+  // Plans a step. The arrays of the batch need not outlive the call. A sequence may have no rows.
+  void assign(Isa isa, const AttentionShape& shape, const AttentionBatch& batch, int num_threads);
+
+  int num_items() const;
+  int num_merges() const;             // 0: no barrier and no second phase needed
+  std::size_t scratch_bytes() const;  // per thread, aligned to kAlignment
+  AttentionPlanInfo info() const;
+
+  // Both phases: any order, any thread, each index once per layer; a barrier between them. Partial results live in the
+  // plan: one layer at a time. Each call writes places of its own.
+  void run(int item, const KvLayer& layer, const AttentionRows& rows, std::uint8_t* scratch) const;
+  void merge(int index, const AttentionRows& rows) const;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
 
 }  // namespace kvist
