@@ -156,6 +156,15 @@ class BoundModel {
     return nb::make_tuple(best_logits, best_tokens, damaged);
   }
 
+  // Nanoseconds per phase since the model was made, by name.
+  nb::dict phase_ns() const {
+    nb::dict times;
+    for (int phase = 0; phase < static_cast<int>(Phase::kCount); ++phase) {
+      times[kPhaseNames[phase]] = model_->phase_ns()[static_cast<std::size_t>(phase)];
+    }
+    return times;
+  }
+
  private:
   KvLayout layout_of(const MutableArray<std::uint8_t, 2>& arena, const std::string& codec, int block_size) const {
     check(codec == "raw16" || codec == "int8", "the codec must be raw16 or int8, received '" + codec + "'");
@@ -238,6 +247,7 @@ void bind_model(nb::module_& module) {
                     const nb::object&>(),
            nb::arg("shape"), nb::arg("ropes"), nb::arg("layers"), nb::arg("embedding"), nb::arg("final_norm"),
            nb::arg("head"))
+      .def("phase_ns", &BoundModel::phase_ns)
       .def("step", &BoundModel::step, nb::arg("pool"), nb::arg("arena"), nb::arg("codec"), nb::arg("block_size"),
            nb::arg("token_ids"), nb::arg("query_starts"), nb::arg("context_lens"), nb::arg("table_starts"),
            nb::arg("block_ids"), nb::arg("logit_rows"), nb::arg("logits"));

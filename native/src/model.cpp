@@ -1,6 +1,7 @@
 #include "kvist/model.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <map>
@@ -17,6 +18,29 @@ namespace {
 constexpr int kOwnRows = 4;
 // Rows that a thread claims at once in a row-wise phase: about ten microseconds.
 constexpr int kRowChunk = 8;
+
+// Charges the time since the last call to a phase; the first thread's alone, the others' does nothing.
+class PhaseClock {
+ public:
+  PhaseClock(std::int64_t* phase_ns, bool is_running) : phase_ns_(phase_ns), is_running_(is_running) {
+    if (is_running_) {
+      last_ = std::chrono::steady_clock::now();
+    }
+  }
+
+  void charge(Phase phase) {
+    if (is_running_) {
+      const auto now = std::chrono::steady_clock::now();
+      phase_ns_[static_cast<int>(phase)] += std::chrono::nanoseconds(now - last_).count();
+      last_ = now;
+    }
+  }
+
+ private:
+  std::int64_t* phase_ns_;
+  bool is_running_;
+  std::chrono::steady_clock::time_point last_;
+};
 
 }  // namespace
 
@@ -45,7 +69,7 @@ struct Model::Buffers {
 // One step, as every thread runs it.
 class Model::Run {
  public:
-  Run(const Model& model, Pool& pool, const StepInputs& inputs, const StepOutputs& outputs);
+  Run(Model& model, Pool& pool, const StepInputs& inputs, const StepOutputs& outputs);
   void operator()(Worker& worker) const;
 
  private:
@@ -69,7 +93,7 @@ class Model::Run {
                   int rows, float* x, const float* post_norm) const;
   void score(Worker& worker, Thread& thread, const float* x) const;
 
-  const Model& model_;
+  Model& model_;
   const ModelShape& shape_;
   Buffers& buffers_;
   const StepInputs& inputs_;
@@ -95,7 +119,7 @@ void Model::step(Pool& pool, const StepInputs& inputs, const StepOutputs& output
   pool.run(run);
 }
 
-Model::Run::Run(const Model& model, Pool& pool, const StepInputs& inputs, const StepOutputs& outputs)
+Model::Run::Run(Model& model, Pool& pool, const StepInputs& inputs, const StepOutputs& outputs)
     : model_(model),
       shape_(model.shape_),
       buffers_(*model.buffers_),
@@ -168,7 +192,9 @@ void Model::Run::for_rows(Worker& worker, int rows, int step, Body&& body) {
 void Model::Run::operator()(Worker& worker) const {
   Thread& thread = buffers_.threads[static_cast<std::size_t>(worker.index())];
   const auto& layers = model_.weights_.layers;
+  PhaseClock clock(model_.phase_ns_.data(), worker.index() == 0);
   embed(worker);
+  clock.charge(Phase::kEmbed);
   float* x = buffers_.x.data();
   int rows = inputs_.num_rows;
   for (std::size_t index = 0; index < layers.size(); ++index) {
@@ -176,14 +202,18 @@ void Model::Run::operator()(Worker& worker) const {
     const bool is_last = index + 1 == layers.size();
     const std::uint8_t* activations =
         quantise_normed(worker, thread, layer.qkv.shape, x, rows, layer.attention_norm);
+    clock.charge(Phase::kNorm);
     multiply(worker, thread, layer.qkv, activations, rows, {buffers_.qkv.data(), qkv_width_, nullptr, 0});
     worker.barrier();
+    clock.charge(Phase::kQkv);
     rotate_and_store(worker, index);
     worker.barrier();
+    clock.charge(Phase::kStore);
     if (is_last && inputs_.num_logits == 0) {
       return;
     }
     attend(worker, thread, index);
+    clock.charge(Phase::kAttention);
     const float* attended = buffers_.attended.data();
     if (is_last && inputs_.num_logits != rows) {
       select_rows(worker);
@@ -194,15 +224,21 @@ void Model::Run::operator()(Worker& worker) const {
     }
     activations = quantise_plain(worker, thread, layer.output.shape, attended, query_width_, rows);
     add_update(worker, thread, layer.output, activations, rows, x, layer.post_attention_norm);
+    clock.charge(Phase::kOutput);
     activations = quantise_normed(worker, thread, layer.gate_up.shape, x, rows, layer.mlp_norm);
+    clock.charge(Phase::kNorm);
     multiply(worker, thread, layer.gate_up, activations, rows,
              {buffers_.gated.data(), shape_.intermediate, nullptr, 0});
     worker.barrier();
+    clock.charge(Phase::kGateUp);
     activations =
         quantise_plain(worker, thread, layer.down.shape, buffers_.gated.data(), shape_.intermediate, rows);
     add_update(worker, thread, layer.down, activations, rows, x, layer.post_mlp_norm);
+    clock.charge(Phase::kDown);
   }
   score(worker, thread, x);
+  worker.barrier();
+  clock.charge(Phase::kHead);
 }
 
 void Model::Run::embed(Worker& worker) const {

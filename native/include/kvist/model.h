@@ -6,6 +6,7 @@
 // Letters: T rows of the step, S rows asked for, H query heads, K KV heads, D head dim, I intermediate size, V vocabulary.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -78,6 +79,11 @@ struct StepOutputs {
   std::uint8_t* is_finite;  // (T,) 0: the row wrote a K or V value that is infinite or no number
 };
 
+// Where the time of steps went, as the calling thread saw it: waiting for the others counts as the phase waited for.
+enum class Phase : int { kEmbed, kNorm, kQkv, kStore, kAttention, kOutput, kGateUp, kDown, kHead, kCount };
+inline constexpr const char* kPhaseNames[] = {"embed",  "norm",    "qkv",  "store", "attention",
+                                              "output", "gate_up", "down", "head"};
+
 class Model {
  public:
   Model(const ModelShape& shape, std::vector<RotarySpec> ropes, ModelWeights weights, Isa isa);
@@ -88,6 +94,9 @@ class Model {
 
   const ModelShape& shape() const { return shape_; }
 
+  // Nanoseconds per phase since the model was made.
+  const std::array<std::int64_t, static_cast<std::size_t>(Phase::kCount)>& phase_ns() const { return phase_ns_; }
+
  private:
   struct Buffers;
   class Run;
@@ -96,6 +105,7 @@ class Model {
   ModelWeights weights_;
   Isa isa_;
   std::unique_ptr<Buffers> buffers_;
+  std::array<std::int64_t, static_cast<std::size_t>(Phase::kCount)> phase_ns_{};
 };
 
 }  // namespace kvist

@@ -124,6 +124,10 @@ class NativeDecoder:
         """Bytes of the weights."""
         return self._weights.num_bytes
 
+    def phase_seconds(self) -> dict[str, float]:
+        """Return the time spent in each phase of the steps so far, waiting for other threads included."""
+        return {name: ns / 1e9 for name, ns in self._model.phase_ns().items()}
+
     def step(self, arrays: StepArrays, arena: BlockArena) -> StepScores:
         """Compute the step's tokens, store their K and V, and score the rows asked for.
 
