@@ -5,8 +5,10 @@
 // Outputs and inputs that a shape lacks are padded inside the panel with zeros.
 //
 // A tile is up to 6 rows x 16 outputs: 12 accumulators, two vectors of weights, one activation and one product are the
-// 16 registers there are. The accumulators of a tile are kept in scratch (`sums`) between two cuts of K, so that the
-// expanded weights of one cut stay in the first-level cache while all tiles of a block of rows use them.
+// 16 registers there are. Each tile widens the packed weights in registers again: those instructions start where the
+// multiplications leave room, and a widened copy would cost the first-level cache twice the space or more. With several
+// tiles K is cut, so that one cut of a panel stays in that cache while all tiles of a block of rows use it; the
+// accumulators of a tile are kept in scratch (`sums`) between two cuts.
 #pragma once
 
 #include <cstring>
@@ -18,9 +20,11 @@ namespace kvist::avx2 {
 
 inline constexpr int kPanel = 16;
 inline constexpr int kTileRows = 6;
-inline constexpr int kRowBlock = 96;      // rows that share one expansion of the weights
-inline constexpr int kItemPanels = 8;     // of one item with more rows than a tile: their sums must stay cached
-inline constexpr int kExpandedBytes = 32768;  // of one cut of a panel
+inline constexpr int kRowBlock = 96;   // rows that share one read of the weights
+inline constexpr int kItemPanels = 8;  // of one item with more rows than a tile: their sums must stay cached
+inline constexpr int kCutBytes = 16384;
+// How far ahead a single tile fetches the weights it streams.
+inline constexpr int kAheadBytes = 2048;
 
 struct Range {
   int first;
@@ -55,7 +59,7 @@ static inline int padded_inputs(const LinearShape& shape) {
     case WeightKind::kBf16:
       break;
   }
-  return round_up(shape.num_inputs, 2);
+  return round_up(shape.num_inputs, 4);
 }
 
 // Activations: one float32 scale for each row; int4: for each row and group, what its sums start from; then the codes
@@ -119,23 +123,6 @@ static inline ItemPlan plan_items(const LinearShape& shape, std::size_t panel_by
   plan.panels_per_item = count < 1 ? 1 : count;
   plan.panel_items = ceil_div(panels, plan.panels_per_item);
   return plan;
-}
-
-// A cut of K: `count` cuts of `size` inputs, the last may be shorter.
-struct Cuts {
-  int size;
-  int count;
-};
-
-static inline Cuts cut_inputs(int inputs, int longest, int multiple) {
-  const int size = round_up(ceil_div(inputs, ceil_div(inputs, longest)), multiple);
-  return {size, ceil_div(inputs, size)};
-}
-
-static KVIST_INLINE void prefetch(const std::uint8_t* first, const std::uint8_t* last) {
-  for (; first < last; first += kAlignment) {
-    _mm_prefetch(reinterpret_cast<const char*>(first), _MM_HINT_T1);
-  }
 }
 
 // Eight inputs of eight outputs, [k][output]; zero where there is no output and from input `last` on.
@@ -221,6 +208,62 @@ static KVIST_INLINE void finish_panel(const PackedLinear& linear, int panel, Ran
         high = _mm256_add_ps(high, _mm256_maskload_ps(residual + 8, high_mask));
       }
       _mm256_maskstore_ps(out + 8, high_mask, high);
+    }
+  }
+}
+
+// What a tile fetches ahead: its share, evenly over the units it goes through, kLines of kBytes each.
+template <int kBytes>
+struct Ahead {
+  static constexpr int kLines = (kBytes + 63) / 64;
+  const std::uint8_t* next;
+  std::ptrdiff_t step;
+
+  KVIST_INLINE void fetch_unit() {
+    unroll<kLines>([&](auto) KVIST_LAMBDA {
+      _mm_prefetch(reinterpret_cast<const char*>(next), _MM_HINT_T0);
+      next += step;
+    });
+  }
+};
+
+// Multiplies a block of rows with a run of panels. A panel is a header and then units, which are what a tile goes
+// through one by one: some inputs of all 16 outputs. The kernel of a weight kind has
+//
+//   kHeaderBytes, kUnitBytes
+//   tile(height, row, first_unit, units, packed, ahead, resume, sums): adds the products of units of `height` rows from
+//       `row` to sums[height][16] or, if not `resume`, sets them
+//   finish(panel, data, rows, sums): the epilogue of one panel
+template <typename Kernel, typename Sum>
+static KVIST_INLINE void run_panels(const Kernel& kernel, const std::uint8_t* packed, std::size_t panel_bytes, int units,
+                                    Range panels, Range rows, Sum* scratch) {
+  using AheadUnit = Ahead<Kernel::kUnitBytes>;
+  const int count = rows.last - rows.first;
+  const int tiles = ceil_div(count, kTileRows);
+  const int num_cuts = tiles == 1 ? 1 : ceil_div(units * Kernel::kUnitBytes, kCutBytes);
+  const int cut_units = ceil_div(units, num_cuts);
+  for (int first_unit = 0; first_unit < units; first_unit += cut_units) {
+    const int cut = units - first_unit < cut_units ? units - first_unit : cut_units;
+    const bool resume = first_unit > 0;
+    for (int panel = panels.first; panel < panels.last; ++panel) {
+      const std::uint8_t* data = packed + static_cast<std::size_t>(panel) * panel_bytes;
+      const std::uint8_t* units_data = data + Kernel::kHeaderBytes + static_cast<std::ptrdiff_t>(first_unit) * Kernel::kUnitBytes;
+      Sum* sums = scratch + (num_cuts == 1 ? 0 : static_cast<std::ptrdiff_t>(panel - panels.first) * count * kPanel);
+      // One tile streams; of several, each fetches its share of the next panel's cut.
+      AheadUnit ahead{units_data + kAheadBytes, kAlignment};
+      if (tiles > 1) {
+        ahead.next = units_data + panel_bytes;
+        ahead.step = panel + 1 < panels.last ? ceil_div(Kernel::kUnitBytes, tiles * AheadUnit::kLines) : 0;
+      }
+      for (int t = 0; t < tiles; ++t) {
+        const int row = t * kTileRows;
+        const int height = count - row < kTileRows ? count - row : kTileRows;
+        kernel.tile(height, rows.first + row, first_unit, cut, units_data, ahead, resume, sums + row * kPanel);
+        ahead.next += cut * AheadUnit::kLines * ahead.step;
+      }
+      if (first_unit + cut == units) {
+        kernel.finish(panel, data, rows, sums);
+      }
     }
   }
 }

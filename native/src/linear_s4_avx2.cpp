@@ -9,8 +9,8 @@
 // pairs of an output are added (vpmaddwd with ones), converted, scaled and added to the float32 sums. Per group of 32
 // and vector: 8 vpmaddubsw, 8 vpaddw, then 3 more and a load and a store.
 //
-// Nibbles are parted in registers by the first tile of a block of rows, which leaves the bytes in scratch for the
-// others. With one row, a panel is a stream of 9 bytes per input (groups of 32): memory is the bound.
+// Three instructions part the nibbles of two vectors. With one row, a panel is a stream of 9 bytes per input (groups of
+// 32): memory is the bound.
 
 #include "linear_avx2.h"
 
@@ -18,13 +18,11 @@ namespace kvist::avx2 {
 namespace {
 
 constexpr int kQuad = 4;  // inputs that meet in one 32-bit lane
-constexpr int kCut = 1024;
-static_assert(kCut * kPanel <= kExpandedBytes);
 constexpr std::size_t kScalesBytes = kPanel * sizeof(std::uint16_t);
 
-std::size_t group_bytes(const LinearShape& shape) {
-  return kScalesBytes + static_cast<std::size_t>(shape.group) * kPanel / 2;
-}
+constexpr int unit_bytes(int group) { return static_cast<int>(kScalesBytes) + group * kPanel / 2; }
+
+std::size_t group_bytes(const LinearShape& shape) { return static_cast<std::size_t>(unit_bytes(shape.group)); }
 
 std::size_t panel_bytes(const LinearShape& shape) {
   return static_cast<std::size_t>(num_groups(shape)) * group_bytes(shape);
@@ -184,13 +182,6 @@ void quantise_row(const LinearShape& shape, const float* x, int row, int rows, s
   }
 }
 
-// Where a tile finds its weights; the scales are always read from the packed ones.
-enum class Source {
-  kPacked,          // the packed codes, parted in registers
-  kPackedAndStore,  // the same, and stored as bytes
-  kExpanded,        // stored by an earlier tile
-};
-
 struct TileRows {
   const std::int8_t* codes;
   std::ptrdiff_t stride;
@@ -199,12 +190,11 @@ struct TileRows {
 };
 
 // Adds `groups` groups of kGroup inputs of R rows to sums[R][16], or sets them.
-template <int R, int kGroup, Source kSource>
-[[gnu::noinline]] void tile(const TileRows& rows, const std::uint8_t* packed, std::uint8_t* expanded, int groups,
-                            bool resume, float* sums) {
+template <int R, int kGroup>
+[[gnu::noinline]] void tile(const TileRows& rows, const std::uint8_t* packed, int groups,
+                            Ahead<unit_bytes(kGroup)> ahead, bool resume, float* sums) {
   RowPointers<std::int8_t> x(rows.codes, rows.stride);
   RowPointers<std::int32_t> starts(rows.starts, rows.starts_stride);
-  const __m256i nibble = _mm256_set1_epi8(15);
   if (!resume) {
     for (int i = 0; i < 2 * R; ++i) {
       _mm256_store_ps(sums + 8 * i, _mm256_setzero_ps());
@@ -213,23 +203,13 @@ template <int R, int kGroup, Source kSource>
   for (int g = 0; g < groups; ++g) {
     __m256i low[R];
     __m256i high[R];
+    ahead.fetch_unit();
     unroll<R>([&](auto i) KVIST_LAMBDA { low[i] = high[i] = broadcast_bytes4(starts.row(i)); });
     unroll<kGroup / kQuad>([&](auto quad) KVIST_LAMBDA {
-      __m256i w0;
-      __m256i w1;
-      auto* bytes = reinterpret_cast<__m256i*>(expanded) + 2 * quad;
-      if constexpr (kSource == Source::kExpanded) {
-        w0 = _mm256_load_si256(bytes);
-        w1 = _mm256_load_si256(bytes + 1);
-      } else {
-        const __m256i both = _mm256_load_si256(reinterpret_cast<const __m256i*>(packed + kScalesBytes) + quad);
-        w0 = _mm256_and_si256(both, nibble);
-        w1 = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
-        if constexpr (kSource == Source::kPackedAndStore) {
-          _mm256_store_si256(bytes, w0);
-          _mm256_store_si256(bytes + 1, w1);
-        }
-      }
+      const __m256i nibble = _mm256_set1_epi8(15);
+      const __m256i both = _mm256_load_si256(reinterpret_cast<const __m256i*>(packed + kScalesBytes) + quad);
+      const __m256i w0 = _mm256_and_si256(both, nibble);
+      const __m256i w1 = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
       unroll<R>([&](auto i) KVIST_LAMBDA {
         const __m256i codes = broadcast_bytes4(x.row(i) + kQuad * quad);
         add_in_place16(low[i], _mm256_maddubs_epi16(w0, codes));
@@ -249,110 +229,60 @@ template <int R, int kGroup, Source kSource>
     });
     x.advance(kGroup);
     starts.advance(1);
-    packed += kScalesBytes + kGroup * kPanel / 2;
-    expanded += kGroup * kPanel;
+    packed += unit_bytes(kGroup);
   }
 }
 
-using Tile = void (*)(const TileRows&, const std::uint8_t*, std::uint8_t*, int, bool, float*);
+template <int kGroup>
+using Tile = void (*)(const TileRows&, const std::uint8_t*, int, Ahead<unit_bytes(kGroup)>, bool, float*);
 
-template <int kGroup, Source kSource>
-constexpr Tile kTiles[kTileRows + 1] = {nullptr,
-                                        tile<1, kGroup, kSource>,
-                                        tile<2, kGroup, kSource>,
-                                        tile<3, kGroup, kSource>,
-                                        tile<4, kGroup, kSource>,
-                                        tile<5, kGroup, kSource>,
-                                        tile<6, kGroup, kSource>};
+template <int kGroup>
+constexpr Tile<kGroup> kTiles[kTileRows + 1] = {nullptr,         tile<1, kGroup>, tile<2, kGroup>, tile<3, kGroup>,
+                                                tile<4, kGroup>, tile<5, kGroup>, tile<6, kGroup>};
 
-template <Source kSource>
-Tile tile_of(int group, int height) {
-  return group == 32 ? kTiles<32, kSource>[height] : kTiles<64, kSource>[height];
-}
-
-struct Job {
+template <int kGroup>
+struct Kernel {
+  static constexpr std::size_t kHeaderBytes = 0;
+  static constexpr int kUnitBytes = unit_bytes(kGroup);
   const PackedLinear& linear;
   const Epilogue& epilogue;
   const float* row_scales;
   TileRows rows;
+
+  void tile(int height, int row, int first_group, int groups, const std::uint8_t* packed, Ahead<kUnitBytes> ahead,
+            bool resume, float* sums) const {
+    const TileRows tile_rows{rows.codes + row * rows.stride + first_group * kGroup, rows.stride,
+                             rows.starts + row * rows.starts_stride + first_group, rows.starts_stride};
+    kTiles<kGroup>[height](tile_rows, packed, groups, ahead, resume, sums);
+  }
+
+  void finish(int panel, const std::uint8_t*, Range range, const float* sums) const {
+    finish_panel(linear, panel, range, epilogue, [&](int r, __m256& low, __m256& high) KVIST_LAMBDA {
+      const float* row = sums + (r - range.first) * kPanel;
+      const __m256 scale = _mm256_set1_ps(row_scales[r]);
+      low = _mm256_mul_ps(_mm256_load_ps(row), scale);
+      high = _mm256_mul_ps(_mm256_load_ps(row + 8), scale);
+    });
+  }
 };
 
-TileRows at(const Job& job, int row, int group) {
-  TileRows rows = job.rows;
-  rows.codes += row * rows.stride + group * job.linear.shape.group;
-  rows.starts += row * rows.starts_stride + group;
-  return rows;
-}
-
-void finish(const Job& job, int panel, Range rows, const float* sums) {
-  finish_panel(job.linear, panel, rows, job.epilogue, [&](int r, __m256& low, __m256& high) KVIST_LAMBDA {
-    const float* row = sums + (r - rows.first) * kPanel;
-    const __m256 scale = _mm256_set1_ps(job.row_scales[r]);
-    low = _mm256_mul_ps(_mm256_load_ps(row), scale);
-    high = _mm256_mul_ps(_mm256_load_ps(row + 8), scale);
-  });
-}
-
-// One tile of rows: each panel once from end to end, straight from the packed codes.
-void run_tile(const Job& job, Range panels, Range rows, float* sums) {
-  const LinearShape& shape = job.linear.shape;
-  const Tile kernel = tile_of<Source::kPacked>(shape.group, rows.last - rows.first);
-  const TileRows tile_rows = at(job, rows.first, 0);
-  for (int panel = panels.first; panel < panels.last; ++panel) {
-    const std::uint8_t* data = job.linear.data + static_cast<std::size_t>(panel) * panel_bytes(shape);
-    kernel(tile_rows, data, nullptr, num_groups(shape), false, sums);
-    finish(job, panel, rows, sums);
-  }
-}
-
-// Several tiles: a cut of K of all panels after the other, the nibbles of each cut parted once.
-void run_block(const Job& job, Range panels, Range rows, std::uint8_t* expanded, float* all_sums) {
-  const LinearShape& shape = job.linear.shape;
-  const std::size_t bytes = panel_bytes(shape);
-  const Cuts cuts = cut_inputs(num_groups(shape), kCut / shape.group, 1);
-  const int count = rows.last - rows.first;
-  const int tiles = ceil_div(count, kTileRows);
-  for (int cut = 0; cut < cuts.count; ++cut) {
-    const int group = cut * cuts.size;
-    const int groups = num_groups(shape) - group < cuts.size ? num_groups(shape) - group : cuts.size;
-    for (int panel = panels.first; panel < panels.last; ++panel) {
-      const std::uint8_t* packed = job.linear.data + static_cast<std::size_t>(panel) * bytes +
-                                   static_cast<std::size_t>(group) * group_bytes(shape);
-      float* sums = all_sums + static_cast<std::ptrdiff_t>(panel - panels.first) * count * kPanel;
-      // Each tile fetches its share of the next panel's cut.
-      const std::size_t cut_bytes = static_cast<std::size_t>(groups) * group_bytes(shape);
-      const std::size_t share =
-          panel + 1 < panels.last ? round_up(cut_bytes / static_cast<std::size_t>(tiles), kAlignment) : 0;
-      for (int t = 0; t < tiles; ++t) {
-        const int row = t * kTileRows;
-        const int height = count - row < kTileRows ? count - row : kTileRows;
-        const std::uint8_t* next = packed + bytes + static_cast<std::size_t>(t) * share;
-        prefetch(next, next + share);
-        const Tile kernel = t == 0 ? tile_of<Source::kPackedAndStore>(shape.group, height)
-                                   : tile_of<Source::kExpanded>(shape.group, height);
-        kernel(at(job, rows.first + row, group), packed, expanded, groups, cut > 0, sums + row * kPanel);
-      }
-      if (cut + 1 == cuts.count) {
-        finish(job, panel, rows, sums);
-      }
-    }
-  }
+template <int kGroup>
+void run_group(const PackedLinear& linear, const std::uint8_t* activations, int rows, Range panel_range,
+               Range row_range, const Epilogue& epilogue, std::uint8_t* scratch) {
+  const ActivationLayout layout = activation_layout(linear.shape, rows);
+  const TileRows tile_rows{reinterpret_cast<const std::int8_t*>(activations + layout.codes),
+                           static_cast<std::ptrdiff_t>(layout.stride),
+                           reinterpret_cast<const std::int32_t*>(activations + layout.starts),
+                           num_groups(linear.shape)};
+  const Kernel<kGroup> kernel{linear, epilogue, reinterpret_cast<const float*>(activations), tile_rows};
+  run_panels(kernel, linear.data, panel_bytes(linear.shape), num_groups(linear.shape), panel_range, row_range,
+             reinterpret_cast<float*>(scratch));
 }
 
 void run(const PackedLinear& linear, const std::uint8_t* activations, int rows, Range panel_range, Range row_range,
          const Epilogue& epilogue, std::uint8_t* scratch) {
-  const ActivationLayout layout = activation_layout(linear.shape, rows);
-  const Job job{linear, epilogue, reinterpret_cast<const float*>(activations),
-                TileRows{reinterpret_cast<const std::int8_t*>(activations + layout.codes),
-                         static_cast<std::ptrdiff_t>(layout.stride),
-                         reinterpret_cast<const std::int32_t*>(activations + layout.starts),
-                         num_groups(linear.shape)}};
-  auto* sums = reinterpret_cast<float*>(scratch + kExpandedBytes);
-  if (row_range.last - row_range.first <= kTileRows) {
-    run_tile(job, panel_range, row_range, sums);
-  } else {
-    run_block(job, panel_range, row_range, scratch, sums);
-  }
+  const auto run_kernel = linear.shape.group == 32 ? run_group<32> : run_group<64>;
+  run_kernel(linear, activations, rows, panel_range, row_range, epilogue, scratch);
 }
 
 }  // namespace

@@ -4,18 +4,16 @@
 //
 // The dominating instruction is vpmaddwd: 16 products of 16 bits, added in pairs; it takes 16-bit activations at no cost,
 // so they are that wide. Per pair of inputs and tile of 6 rows: 12 vpmaddwd, 12 vpaddd, 6 broadcasts from memory and two
-// loads of weights; two vpmaddwd and four vector operations in all start each cycle, which bounds it at 64 operations a
-// cycle. Codes are widened (vpmovsxbw) in registers by the first tile of a block of rows, which also leaves them in
-// scratch for the others. With one row, a panel is a stream of 16 bytes per input: memory is the bound.
+// widening loads of weights (vpmovsxbw); two vpmaddwd and four vector operations in all start each cycle, which bounds it
+// at 64 operations a cycle. With one row, a panel is a stream of 16 bytes per input: memory is the bound.
 
 #include "linear_avx2.h"
 
 namespace kvist::avx2 {
 namespace {
 
-constexpr int kStep = 8;  // inputs per iteration
-constexpr int kCut = 640;
-static_assert(kCut * kPanel * sizeof(std::int16_t) <= kExpandedBytes);
+constexpr int kUnit = 8;  // inputs
+constexpr int kUnitBytes = kUnit * kPanel;
 constexpr std::size_t kScalesBytes = kPanel * sizeof(float);
 
 std::size_t panel_bytes(const LinearShape& shape) {
@@ -83,17 +81,10 @@ void quantise_row(const LinearShape& shape, const float* x, int row, int rows, s
   }
 }
 
-// Where a tile finds its weights.
-enum class Source {
-  kPacked,          // the packed codes, widened in registers
-  kPackedAndStore,  // the same, and stored widened
-  kExpanded,        // stored by an earlier tile
-};
-
-// Adds the products of `inputs` (a multiple of kStep) inputs of R rows to sums[R][16], or sets them.
-template <int R, Source kSource>
-[[gnu::noinline]] void tile(const std::int16_t* codes, std::ptrdiff_t stride, const std::int8_t* packed,
-                            std::int16_t* expanded, int inputs, bool resume, std::int32_t* sums) {
+// Adds the products of `units` units of R rows to sums[R][16], or sets them.
+template <int R>
+[[gnu::noinline]] void tile(const std::int16_t* codes, std::ptrdiff_t stride, const std::uint8_t* packed, int units,
+                            Ahead<kUnitBytes> ahead, bool resume, std::int32_t* sums) {
   __m256i low[R];
   __m256i high[R];
   auto* out = reinterpret_cast<__m256i*>(sums);
@@ -106,32 +97,20 @@ template <int R, Source kSource>
     unroll<R>([&](auto i) KVIST_LAMBDA { low[i] = high[i] = _mm256_setzero_si256(); });
   }
   RowPointers<std::int16_t> x(codes, stride);
-  for (int k = 0; k < inputs; k += kStep) {
-    unroll<kStep / 2>([&](auto pair) KVIST_LAMBDA {
-      __m256i w0;
-      __m256i w1;
-      auto* wide = reinterpret_cast<__m256i*>(expanded) + 2 * pair;
-      if constexpr (kSource == Source::kExpanded) {
-        w0 = _mm256_load_si256(wide);
-        w1 = _mm256_load_si256(wide + 1);
-      } else {
-        const auto* narrow = reinterpret_cast<const __m128i*>(packed) + 2 * pair;
-        w0 = _mm256_cvtepi8_epi16(_mm_load_si128(narrow));
-        w1 = _mm256_cvtepi8_epi16(_mm_load_si128(narrow + 1));
-        if constexpr (kSource == Source::kPackedAndStore) {
-          _mm256_store_si256(wide, w0);
-          _mm256_store_si256(wide + 1, w1);
-        }
-      }
+  for (int unit = 0; unit < units; ++unit) {
+    ahead.fetch_unit();
+    unroll<kUnit / 2>([&](auto pair) KVIST_LAMBDA {
+      const auto* narrow = reinterpret_cast<const __m128i*>(packed) + 2 * pair;
+      const __m256i w0 = _mm256_cvtepi8_epi16(_mm_load_si128(narrow));
+      const __m256i w1 = _mm256_cvtepi8_epi16(_mm_load_si128(narrow + 1));
       unroll<R>([&](auto i) KVIST_LAMBDA {
         const __m256i both = broadcast_bytes4(x.row(i) + 2 * pair);
         add_in_place32(low[i], _mm256_madd_epi16(both, w0));
         add_in_place32(high[i], _mm256_madd_epi16(both, w1));
       });
     });
-    x.advance(kStep);
-    packed += kStep * kPanel;
-    expanded += kStep * kPanel;
+    x.advance(kUnit);
+    packed += kUnitBytes;
   }
   unroll<R>([&](auto i) KVIST_LAMBDA {
     _mm256_store_si256(out + 2 * i, low[i]);
@@ -139,90 +118,45 @@ template <int R, Source kSource>
   });
 }
 
-using Tile = void (*)(const std::int16_t*, std::ptrdiff_t, const std::int8_t*, std::int16_t*, int, bool, std::int32_t*);
+using Tile = void (*)(const std::int16_t*, std::ptrdiff_t, const std::uint8_t*, int, Ahead<kUnitBytes>, bool,
+                      std::int32_t*);
+constexpr Tile kTiles[kTileRows + 1] = {nullptr, tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>};
 
-template <Source kSource>
-constexpr Tile kTiles[kTileRows + 1] = {nullptr,          tile<1, kSource>, tile<2, kSource>, tile<3, kSource>,
-                                        tile<4, kSource>, tile<5, kSource>, tile<6, kSource>};
-
-struct Job {
+struct Kernel {
+  static constexpr std::size_t kHeaderBytes = kScalesBytes;
+  static constexpr int kUnitBytes = kUnit * kPanel;
   const PackedLinear& linear;
   const Epilogue& epilogue;
   const float* row_scales;
   const std::int16_t* codes;
   std::ptrdiff_t stride;
+
+  void tile(int height, int row, int first_unit, int units, const std::uint8_t* packed, Ahead<kUnitBytes> ahead,
+            bool resume, std::int32_t* sums) const {
+    kTiles[height](codes + row * stride + first_unit * kUnit, stride, packed, units, ahead, resume, sums);
+  }
+
+  void finish(int panel, const std::uint8_t* data, Range rows, const std::int32_t* sums) const {
+    const auto* scales = reinterpret_cast<const float*>(data);
+    const __m256 low_scale = _mm256_load_ps(scales);
+    const __m256 high_scale = _mm256_load_ps(scales + 8);
+    finish_panel(linear, panel, rows, epilogue, [&](int r, __m256& low, __m256& high) KVIST_LAMBDA {
+      const auto* row = reinterpret_cast<const __m256i*>(sums + (r - rows.first) * kPanel);
+      const __m256 scale = _mm256_set1_ps(row_scales[r]);
+      low = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_load_si256(row)), _mm256_mul_ps(low_scale, scale));
+      high = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_load_si256(row + 1)), _mm256_mul_ps(high_scale, scale));
+    });
+  }
 };
-
-void finish(const Job& job, int panel, const std::uint8_t* data, Range rows, const std::int32_t* sums) {
-  const auto* scales = reinterpret_cast<const float*>(data);
-  const __m256 low_scale = _mm256_load_ps(scales);
-  const __m256 high_scale = _mm256_load_ps(scales + 8);
-  finish_panel(job.linear, panel, rows, job.epilogue, [&](int r, __m256& low, __m256& high) KVIST_LAMBDA {
-    const auto* row = reinterpret_cast<const __m256i*>(sums + (r - rows.first) * kPanel);
-    const __m256 scale = _mm256_set1_ps(job.row_scales[r]);
-    low = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_load_si256(row)), _mm256_mul_ps(low_scale, scale));
-    high = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_load_si256(row + 1)), _mm256_mul_ps(high_scale, scale));
-  });
-}
-
-// One tile of rows: each panel once from end to end, straight from the packed codes.
-void run_tile(const Job& job, Range panels, Range rows, std::size_t bytes, std::int32_t* sums) {
-  const int inputs = padded_inputs(job.linear.shape);
-  const Tile kernel = kTiles<Source::kPacked>[rows.last - rows.first];
-  for (int panel = panels.first; panel < panels.last; ++panel) {
-    const std::uint8_t* data = job.linear.data + static_cast<std::size_t>(panel) * bytes;
-    kernel(job.codes + rows.first * job.stride, job.stride,
-           reinterpret_cast<const std::int8_t*>(data + kScalesBytes), nullptr, inputs, false, sums);
-    finish(job, panel, data, rows, sums);
-  }
-}
-
-// Several tiles: a cut of K of all panels after the other, each cut widened once.
-void run_block(const Job& job, Range panels, Range rows, std::size_t bytes, std::int16_t* expanded,
-               std::int32_t* all_sums) {
-  const int inputs = padded_inputs(job.linear.shape);
-  const Cuts cuts = cut_inputs(inputs, kCut, kStep);
-  const int count = rows.last - rows.first;
-  const int tiles = ceil_div(count, kTileRows);
-  for (int cut = 0; cut < cuts.count; ++cut) {
-    const int k = cut * cuts.size;
-    const int size = inputs - k < cuts.size ? inputs - k : cuts.size;
-    for (int panel = panels.first; panel < panels.last; ++panel) {
-      const std::uint8_t* data = job.linear.data + static_cast<std::size_t>(panel) * bytes;
-      const std::uint8_t* packed = data + kScalesBytes + static_cast<std::size_t>(k) * kPanel;
-      std::int32_t* sums = all_sums + static_cast<std::ptrdiff_t>(panel - panels.first) * count * kPanel;
-      // Each tile fetches its share of the next panel's cut.
-      const std::size_t share =
-          panel + 1 < panels.last ? round_up(static_cast<std::size_t>(size * kPanel / tiles), kAlignment) : 0;
-      for (int t = 0; t < tiles; ++t) {
-        const int row = t * kTileRows;
-        const int height = count - row < kTileRows ? count - row : kTileRows;
-        const std::uint8_t* next = packed + bytes + static_cast<std::size_t>(t) * share;
-        prefetch(next, next + share);
-        const Tile kernel = t == 0 ? kTiles<Source::kPackedAndStore>[height] : kTiles<Source::kExpanded>[height];
-        kernel(job.codes + (rows.first + row) * job.stride + k, job.stride,
-               reinterpret_cast<const std::int8_t*>(packed), expanded, size, cut > 0, sums + row * kPanel);
-      }
-      if (cut + 1 == cuts.count) {
-        finish(job, panel, data, rows, sums);
-      }
-    }
-  }
-}
 
 void run(const PackedLinear& linear, const std::uint8_t* activations, int rows, Range panel_range, Range row_range,
          const Epilogue& epilogue, std::uint8_t* scratch) {
   const ActivationLayout layout = activation_layout(linear.shape, rows);
-  const Job job{linear, epilogue, reinterpret_cast<const float*>(activations),
-                reinterpret_cast<const std::int16_t*>(activations + layout.codes),
-                static_cast<std::ptrdiff_t>(layout.stride / sizeof(std::int16_t))};
-  auto* sums = reinterpret_cast<std::int32_t*>(scratch + kExpandedBytes);
-  const std::size_t bytes = panel_bytes(linear.shape);
-  if (row_range.last - row_range.first <= kTileRows) {
-    run_tile(job, panel_range, row_range, bytes, sums);
-  } else {
-    run_block(job, panel_range, row_range, bytes, reinterpret_cast<std::int16_t*>(scratch), sums);
-  }
+  const Kernel kernel{linear, epilogue, reinterpret_cast<const float*>(activations),
+                      reinterpret_cast<const std::int16_t*>(activations + layout.codes),
+                      static_cast<std::ptrdiff_t>(layout.stride / sizeof(std::int16_t))};
+  run_panels(kernel, linear.data, panel_bytes(linear.shape), padded_inputs(linear.shape) / kUnit, panel_range, row_range,
+             reinterpret_cast<std::int32_t*>(scratch));
 }
 
 }  // namespace
