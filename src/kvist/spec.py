@@ -153,8 +153,8 @@ CODEC_SCALE_GROUP: dict[str, int] = {"int8": 64}
 class KVSpec:
     """Shape of one KV block: K and V of all layers for ``block_size`` positions, one contiguous byte range.
 
-    Layout: ``(L, 2, K, P, N)``, row-major, N elements of the codec for D values; index 0 of the second axis is K, 1 is V
-    (docs/formats/kv_block.md).
+    Layout: ``(L, 2, K, P, N)``, row-major, N elements of the codec for D values; index 0 of the second axis is K, index
+    1 is V (docs/formats/kv_block.md).
     """
 
     num_layers: int

@@ -64,10 +64,15 @@ class NativeSteps:
         # Whatever was not written must not be read: bytes of 0xff are NaN in every codec.
         self.arena.slab.fill_(0xFF)
 
-    def run(self, sequences: Sequence[Rows], logit_rows: Sequence[int] | None = None) -> torch.Tensor:
+    def run(
+        self, sequences: Sequence[Rows], logit_rows: Sequence[int] | None = None
+    ) -> torch.Tensor:
         counts = [len(rows.token_ids) for rows in sequences]
         lens = [rows.start + len(rows.token_ids) for rows in sequences]
-        tables = [list(rows.table)[: -(-length // BLOCK_SIZE)] for rows, length in zip(sequences, lens, strict=True)]
+        tables = [
+            list(rows.table)[: -(-length // BLOCK_SIZE)]
+            for rows, length in zip(sequences, lens, strict=True)
+        ]
         wanted = list(range(sum(counts))) if logit_rows is None else list(logit_rows)
         arrays = StepArrays(
             token_ids=np.array([token for rows in sequences for token in rows.token_ids], np.int64),
@@ -121,7 +126,10 @@ def test_logits_agree_at_every_position(checkpoint, kind, isa, record_property):
     logits = NativeSteps(decoder, 3).run([Rows(0, PROMPT, [2, 0, 1])])
     expected = run_decoder(oracle, PROMPT, codec="raw16")
     difference = logits - expected
-    largest, root_mean_square = float(difference.abs().max()), float(difference.square().mean().sqrt())
+    largest, root_mean_square = (
+        float(difference.abs().max()),
+        float(difference.square().mean().sqrt()),
+    )
     record_property("max_logit_difference", largest)
     record_property("rms_logit_difference", root_mean_square)
     assert largest < TOLERANCE[kind][0]
@@ -192,7 +200,8 @@ def test_arrays_that_do_not_fit_are_refused(changes, message, tmp_path):
     spec = read_spec(folder)
     pool = native.extension().Pool(1)
     steps = NativeSteps(
-        NativeDecoder(spec, pack_weights(spec, iterate_tensors(folder, spec), "int8", pool), pool), 3
+        NativeDecoder(spec, pack_weights(spec, iterate_tensors(folder, spec), "int8", pool), pool),
+        3,
     )
     arrays = {
         "token_ids": np.array([5], np.int64),

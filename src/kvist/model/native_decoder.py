@@ -187,11 +187,8 @@ class PackedWeights:
     @property
     def num_bytes(self) -> int:
         """Bytes of all of it."""
-        return (
-            self.embedding.nbytes
-            + sum(vector.nbytes for vector in self.vectors.values())
-            + sum(linear.nbytes for linear in self.linears.values())
-        )
+        linears = sum(int(linear.nbytes) for linear in self.linears.values())
+        return self.embedding.nbytes + sum(v.nbytes for v in self.vectors.values()) + linears
 
 
 def why_unsupported(spec: ModelSpec) -> str | None:

@@ -15,7 +15,9 @@ from kvist.types import SamplingParams
 SPEC = KVSpec(num_layers=2, num_kv_heads=1, head_dim=8, block_size=4, codec="raw16")
 VOCAB_SIZE = 17
 GREEDY = SampleSpec(params=SamplingParams(temperature=0), seed=0, output_index=0)
-DRAWN = SampleSpec(params=SamplingParams(temperature=1.0, logit_bias={5: 90.0}), seed=0, output_index=0)
+DRAWN = SampleSpec(
+    params=SamplingParams(temperature=1.0, logit_bias={5: 90.0}), seed=0, output_index=0
+)
 
 
 class ScoreDecoder:
@@ -45,7 +47,11 @@ def sequence(
     name: str, start: int, tokens: list[int], table: list[int], sample: SampleSpec | None = GREEDY
 ) -> ScheduledSequence:
     return ScheduledSequence(
-        request_id=name, start=start, token_ids=tuple(tokens), block_table=tuple(table), sample=sample
+        request_id=name,
+        start=start,
+        token_ids=tuple(tokens),
+        block_table=tuple(table),
+        sample=sample,
     )
 
 
