@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING
 from kvist.errors import ConfigError
 from kvist.kernels import native
 from kvist.model.spec_readers import read_spec
-from kvist.spec import DTYPE_BYTES, GIB, KVSpec, ModelSpec, native_weight_bytes
+from kvist.spec import (
+    DTYPE_BYTES,
+    GIB,
+    KVSpec,
+    ModelSpec,
+    native_weight_bytes,
+    why_not_native,
+)
 
 if TYPE_CHECKING:
     from kvist.config import EngineConfig, ModelConfig
@@ -210,14 +217,16 @@ def resolve(config: EngineConfig, spec: ModelSpec, hardware: Hardware) -> Engine
         ConfigError: The request for a context, a memory size or a model cannot be met; the message has the numbers.
     """
     kv_spec = _kv_spec(spec, config.cache.kv_cache_dtype, config.cache.block_size)
-    weights = weight_format(config.model, kv_spec.codec, hardware)
+    weights = weight_format(config.model, spec, kv_spec.codec, hardware)
     weight_bytes = weights.num_bytes(spec)
     context = _requested_context(config, spec)
     num_blocks = _num_blocks(config, kv_spec, context, weight_bytes, hardware)
     max_context_len, notes = _fit_context(config, kv_spec, context, num_blocks)
-    if weights == TORCH_FLOAT32 and config.model.dtype == "auto" and hardware.why_no_isa:
-        logger.warning("%s", hardware.why_no_isa)
-        notes = (*notes, hardware.why_no_isa)
+    if weights.plane == "torch" and config.model.dtype == "auto":
+        reason = hardware.why_no_isa or why_not_native(spec)
+        if reason:
+            logger.warning("%s", reason)
+            notes = (*notes, reason)
     keep_kv = config.cache.kv_cache == "on"
     return EnginePlan(
         model=config.model.model,
@@ -297,21 +306,26 @@ def memory_estimate(
     )
 
 
-def weight_format(model: ModelConfig, codec: str, hardware: Hardware) -> WeightFormat:
+def weight_format(
+    model: ModelConfig, spec: ModelSpec, codec: str, hardware: Hardware
+) -> WeightFormat:
     """Return what ``--weights`` and ``--dtype`` come to on this machine.
 
     Torch computes where the user set ``dtype``, where K and V are kept in float32, which the native kernels do not
-    read, and where there are no native kernels. Otherwise they do, in int8 unless ``weights`` says otherwise.
+    read, and where there are no native kernels for this machine or this model. Otherwise they do, in int8 unless
+    ``weights`` says otherwise.
 
     Args:
         model: What the user asked for.
+        spec: Which model it is.
         codec: Of K and V, as ``--kv-cache-dtype``.
         hardware: What there is.
 
     Raises:
         ConfigError: ``weights`` names a format of the native kernels, and something else rules them out.
     """
-    is_torch = model.dtype != "auto" or codec == "float32" or hardware.isa is None
+    why_not = hardware.why_no_isa if hardware.isa is None else why_not_native(spec)
+    is_torch = model.dtype != "auto" or codec == "float32" or hardware.isa is None or why_not != ""
     if model.weights == "auto":
         if is_torch:
             return WeightFormat(
@@ -328,9 +342,9 @@ def weight_format(model: ModelConfig, codec: str, hardware: Hardware) -> WeightF
             f"[plan] --weights {model.weights} computes in the native kernels, which do not read "
             "--kv-cache-dtype float32; set it to raw16 or int8, or leave --weights at auto"
         )
-    if hardware.isa is None:
+    if hardware.isa is None or why_not:
         raise ConfigError(
-            f"[plan] --weights {model.weights} needs the native kernels: {hardware.why_no_isa}; leave it at auto"
+            f"[plan] --weights {model.weights} needs the native kernels: {why_not}; leave it at auto"
         )
     return WeightFormat(plane="native", kind=model.weights)
 

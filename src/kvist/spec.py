@@ -197,8 +197,25 @@ def native_weight_bytes(spec: ModelSpec, kind: str) -> int:
     num_small = (
         spec.num_parameters - num_embeddings - sum(matrix.num_elements for matrix in projections)
     )
-    packed = sum(_packed_bytes(matrix, kind) for matrix in (*projections, head))
-    return packed + 2 * head.num_elements + 4 * num_small
+    packed = sum(_packed_bytes(matrix, kind) for matrix in projections)
+    return packed + _packed_bytes(head, head_kind(kind)) + 2 * head.num_elements + 4 * num_small
+
+
+def head_kind(kind: str) -> str:
+    """Return the format of the logits' matrix when the weights are of ``kind``.
+
+    It stays at int8 under int4: its errors go straight into the probabilities of the next token.
+    """
+    return "int8" if kind == "int4" else kind
+
+
+def why_not_native(spec: ModelSpec) -> str:
+    """Return why the native kernels cannot run a model, in words; empty when they can."""
+    if spec.head_dim % 8 or spec.head_dim > 256:
+        return f"the native kernels take head dimensions that are multiples of 8 up to 256, not {spec.head_dim}"
+    if any(rope.dim != spec.head_dim for rope in spec.ropes):
+        return f"the native kernels rotate whole heads of {spec.head_dim} dimensions only"
+    return ""
 
 
 def _packed_bytes(matrix: MatrixShape, kind: str) -> int:

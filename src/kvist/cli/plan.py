@@ -50,7 +50,7 @@ def plan(
     """
     spec = find_spec(config.model.model)
     hardware = detect_hardware()
-    weights = weight_format(config.model, config.cache.kv_cache_dtype, hardware)
+    weights = weight_format(config.model, spec, config.cache.kv_cache_dtype, hardware)
     estimate = memory_estimate(
         spec,
         codec=config.cache.kv_cache_dtype,
