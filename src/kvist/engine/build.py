@@ -117,7 +117,9 @@ def assemble(
         max_overtakes=plan.max_overtakes,
     )
     return EngineCore(
-        namespace=Namespace(model=fingerprint, layout=f"{plan.plane}/{plan.weights}/{plan.codec}"),
+        namespace=Namespace(
+            model=fingerprint, layout=f"{plan.plane}/{plan.weights}/{plan.dtype}/{plan.codec}"
+        ),
         manager=manager,
         scheduler=scheduler,
         runner=(
