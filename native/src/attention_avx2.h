@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
+#include <utility>
 
 #include "attention_kernels.h"
 #include "kvist/common.h"
@@ -31,6 +32,24 @@ constexpr int kMaxGroups = kMaxHeadDim / kKvGroup;
 constexpr int kWeight13 = 8192;  // 2^13: 8192 * 4095 * 64 < 2^31
 constexpr int kWeight15 = 32767;
 
+// Calls body with the constants 0 to kCount - 1. Unlike a loop that is unrolled later, arrays indexed by them become
+// registers.
+template <int kCount, typename Body>
+[[gnu::always_inline]] inline void unroll(Body&& body) {
+  [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) __attribute__((always_inline)) {
+    (body(std::integral_constant<int, kIndex>{}), ...);
+  }
+  (std::make_integer_sequence<int, kCount>{});
+}
+
+// sum += x, and sum += a * b, in the order written and in sum's own register. Left to itself the compiler gathers the
+// products of a step first, runs out of registers and keeps the sums on the stack, or copies each sum once a step.
+inline void add_in_place(__m256i& sum, __m256i x) { asm volatile("vpaddd %1, %0, %0" : "+x"(sum) : "x"(x)); }
+
+inline void add_in_place(__m256& sum, __m256 a, __m256 b) {
+  asm volatile("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+}
+
 // Read in place of keys that do not exist.
 alignas(64) constexpr std::uint8_t kZeroRow[2 * kMaxHeadDim] = {};
 
@@ -41,6 +60,7 @@ struct ChunkRows {
   const std::uint8_t* v[kChunk];
 };
 
+template <bool kPrefetch>
 inline void locate_rows(const KvLayout& layout, const AttentionItem& item, const KvLayer& layer, int begin, int end,
                         ChunkRows& chunk) {
   const std::int64_t head_bytes = static_cast<std::int64_t>(layout.block_size) * layout.row_bytes;
@@ -52,6 +72,13 @@ inline void locate_rows(const KvLayout& layout, const AttentionItem& item, const
     const std::uint8_t* row = layer.base + item.block_ids[block] * layout.block_stride + item.kv_head * head_bytes +
                               static_cast<std::int64_t>(slot) * layout.row_bytes;
     const int stop = key + layout.block_size - slot < end ? key + layout.block_size - slot : end;
+    if constexpr (kPrefetch) {
+      const int num_bytes = (stop - key) * layout.row_bytes;
+      for (int offset = 0; offset < num_bytes; offset += 64) {
+        _mm_prefetch(reinterpret_cast<const char*>(row + offset), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(row + v_offset + offset), _MM_HINT_T0);
+      }
+    }
     for (; key < stop; ++key, ++i, row += layout.row_bytes) {
       chunk.k[i] = row;
       chunk.v[i] = row + v_offset;
@@ -61,6 +88,14 @@ inline void locate_rows(const KvLayout& layout, const AttentionItem& item, const
     chunk.k[i] = kZeroRow;
     chunk.v[i] = kZeroRow;
   }
+}
+
+// 16 int8 codes of two rows as pairs: of the first 8 values, of the last 8.
+inline void pair_codes(const std::uint8_t* one, const std::uint8_t* two, __m256i& first, __m256i& last) {
+  const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(one));
+  const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(two));
+  first = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b));
+  last = _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b));
 }
 
 // The float16 scales of group `group` of num_keys rows, zeros up to a multiple of 16.
@@ -315,10 +350,16 @@ inline Seen see(const std::int32_t* positions, int num_rows, int window, int beg
   return result;
 }
 
-// Sums are kept in blocks of 16 values: the even ones, then the odd ones, as unpacking leaves them. Writes num_values
-// (a multiple of 8) of them, multiplied by factor, in their order.
-inline void write_sums(const float* sums, int num_values, float factor, float* out) {
+// Sums of raw16 are kept in blocks of 16 values: the even ones, then the odd ones, as widening leaves them. Writes
+// num_values (a multiple of 8) of them, multiplied by factor, in their order.
+inline void write_sums(KvCodec codec, const float* sums, int num_values, float factor, float* out) {
   const __m256 scale = _mm256_set1_ps(factor);
+  if (codec == KvCodec::kInt8) {
+    for (int d = 0; d < num_values; d += 8) {
+      _mm256_storeu_ps(out + d, _mm256_mul_ps(_mm256_load_ps(sums + d), scale));
+    }
+    return;
+  }
   for (int d = 0; d < num_values; d += 16) {
     const __m256 even = _mm256_mul_ps(_mm256_load_ps(sums + d), scale);
     const __m256 odd = _mm256_mul_ps(_mm256_load_ps(sums + d + 8), scale);
@@ -340,13 +381,13 @@ inline void write_row(const AttentionShape& shape, const AttentionItem& item, co
   const int head = item.kv_head * group + stacked % group;
   if (item.partial_sums == nullptr) {
     float* const out = rows.out + item.rows[i] * rows.out_stride + static_cast<std::ptrdiff_t>(head) * head_dim;
-    write_sums(sums, head_dim, 1.0F / weights, out);
+    write_sums(shape.layout.codec, sums, head_dim, 1.0F / weights, out);
     return;
   }
   const std::ptrdiff_t result = static_cast<std::ptrdiff_t>(i) * shape.num_heads + head;
   item.partial_weights[2 * result] = maximum;
   item.partial_weights[2 * result + 1] = weights;
-  write_sums(sums, head_dim, 1.0F, item.partial_sums + result * head_dim);
+  write_sums(shape.layout.codec, sums, head_dim, 1.0F, item.partial_sums + result * head_dim);
 }
 
 inline const float* query_row(const AttentionShape& shape, const AttentionItem& item, const AttentionRows& rows,
