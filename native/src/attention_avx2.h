@@ -100,16 +100,24 @@ inline void pair_codes(const std::uint8_t* one, const std::uint8_t* two, __m256i
 
 // The float16 scales of group `group` of num_keys rows, zeros up to a multiple of 16.
 inline void load_scales(const std::uint8_t* const* rows, int num_keys, int head_dim, int group, float* scales) {
-  alignas(32) std::uint16_t bits[kChunk];
-  for (int i = 0; i < num_keys; ++i) {
-    __builtin_memcpy(&bits[i], rows[i] + head_dim + 2 * group, sizeof(bits[i]));
+  const int offset = head_dim + 2 * group;
+  int key = 0;
+  for (; key + 8 <= num_keys; key += 8) {
+    __m128i bits = _mm_setzero_si128();
+    unroll<8>([&](auto i) __attribute__((always_inline)) {
+      std::uint16_t scale;
+      __builtin_memcpy(&scale, rows[key + i()] + offset, sizeof(scale));
+      bits = _mm_insert_epi16(bits, scale, i());
+    });
+    _mm256_store_ps(scales + key, _mm256_cvtph_ps(bits));
   }
-  int padded = num_keys;
-  for (; padded % 16 != 0; ++padded) {
-    bits[padded] = 0;
+  for (; key < num_keys; ++key) {
+    std::uint16_t scale;
+    __builtin_memcpy(&scale, rows[key] + offset, sizeof(scale));
+    scales[key] = _cvtsh_ss(scale);
   }
-  for (int i = 0; i < padded; i += 8) {
-    _mm256_store_ps(scales + i, _mm256_cvtph_ps(_mm_load_si128(reinterpret_cast<const __m128i*>(bits + i))));
+  for (; key % 16 != 0; ++key) {
+    scales[key] = 0.0F;
   }
 }
 
@@ -226,11 +234,11 @@ inline void apply_softcap(StripChunk& chunk, int num_rows, int num_vectors, cons
 }
 
 // Turns the scores of a chunk into weights and updates the state. `factor` (lane per row, >= 0) brings scores to units
-// of log2(e). About 20 instructions per 8 scores. Sums are in float32; of integers, they are exact, so that the weights
-// used are the weights normalised by.
+// of log2(e). About 20 instructions per 8 scores. With kFixed13 the integers are summed, so that the weights used are
+// the weights normalised by.
 template <Weights kWeights, bool kMasked>
-inline void softmax_chunk(StripState& state, StripChunk& chunk, int num_rows, int num_vectors, const float* factor,
-                          const float* value_factors, int num_groups) {
+[[gnu::noinline]] void softmax_chunk(StripState& state, StripChunk& chunk, int num_rows, int num_vectors,
+                                     const float* factor, const float* value_factors, int num_groups) {
   const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   const auto seen = [&](int r, int i) {
     const __m256i place = _mm256_add_epi32(lane, _mm256_set1_epi32(8 * i));
@@ -241,16 +249,22 @@ inline void softmax_chunk(StripState& state, StripChunk& chunk, int num_rows, in
   for (int r = 0; r < kLanes; ++r) {
     row_vectors[r] = _mm256_set1_ps(kNoScore);
   }
+  // Chunks are multiples of 16 keys: two vectors at a time.
   for (int r = 0; r < num_rows; ++r) {
-    __m256 largest = _mm256_set1_ps(kNoScore);
-    for (int i = 0; i < num_vectors; ++i) {
-      __m256 score = _mm256_load_ps(chunk.scores[r] + 8 * i);
-      if constexpr (kMasked) {
-        score = _mm256_blendv_ps(_mm256_set1_ps(kNoScore), score, seen(r, i));
-      }
-      largest = _mm256_max_ps(largest, score);
+    __m256 largest[2] = {_mm256_set1_ps(kNoScore), _mm256_set1_ps(kNoScore)};
+    const auto look = [&](int i) __attribute__((always_inline)) {
+      unroll<2>([&](auto j) __attribute__((always_inline)) {
+        __m256 score = _mm256_load_ps(chunk.scores[r] + 8 * (i + j()));
+        if constexpr (kMasked) {
+          score = _mm256_blendv_ps(_mm256_set1_ps(kNoScore), score, seen(r, i + j()));
+        }
+        largest[j()] = _mm256_max_ps(largest[j()], score);
+      });
+    };
+    for (int i = 0; i < num_vectors; i += 2) {
+      look(i);
     }
-    row_vectors[r] = largest;
+    row_vectors[r] = _mm256_max_ps(largest[0], largest[1]);
   }
   const __m256 chunk_max = _mm256_mul_ps(max_of_each(row_vectors), _mm256_load_ps(factor));
   const __m256 old_max = _mm256_load_ps(state.maxima);
@@ -271,48 +285,46 @@ inline void softmax_chunk(StripState& state, StripChunk& chunk, int num_rows, in
   for (int r = 0; r < kLanes; ++r) {
     row_vectors[r] = _mm256_setzero_ps();
   }
-  constexpr int kDegree = kWeights == Weights::kFixed13 ? 4 : 5;
+  constexpr int kDegree = kWeights == Weights::kFloat ? 5 : 4;
   for (int r = 0; r < num_rows; ++r) {
     const __m256 scale = _mm256_set1_ps(factor[r]);
     const __m256 subtract = _mm256_set1_ps(reference[r]);
-    const auto weight = [&](int i) {
+    const auto weight = [&](int i) __attribute__((always_inline)) {
       __m256 p = exp2_ps<kDegree>(_mm256_fmsub_ps(_mm256_load_ps(chunk.scores[r] + 8 * i), scale, subtract));
       if constexpr (kMasked) {
         p = _mm256_and_ps(p, seen(r, i));
       }
       return p;
     };
-    if constexpr (kWeights == Weights::kFixed13) {
-      __m256i sum = _mm256_setzero_si256();
-      for (int i = 0; i < num_vectors; i += 2) {
-        const __m256i a = _mm256_cvtps_epi32(weight(i));
-        const __m256i b = _mm256_cvtps_epi32(weight(i + 1));
-        sum = _mm256_add_epi32(sum, _mm256_add_epi32(a, b));
-        _mm256_store_si256(reinterpret_cast<__m256i*>(chunk.weights[0][r] + 8 * i),
-                           _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8));
+    const auto store_integers = [&](int group, int i, __m256 low, __m256 high) __attribute__((always_inline)) {
+      const __m256i a = _mm256_cvtps_epi32(low);
+      const __m256i b = _mm256_cvtps_epi32(high);
+      _mm256_store_si256(reinterpret_cast<__m256i*>(chunk.weights[group][r] + 8 * i),
+                         _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8));
+      return _mm256_add_epi32(a, b);
+    };
+    __m256i integer_sum = _mm256_setzero_si256();
+    __m256 sum = _mm256_setzero_ps();
+    for (int i = 0; i < num_vectors; i += 2) {
+      const __m256 low = weight(i);
+      const __m256 high = weight(i + 1);
+      if constexpr (kWeights == Weights::kFixed13) {
+        integer_sum = _mm256_add_epi32(integer_sum, store_integers(0, i, low, high));
+        continue;
       }
-      row_vectors[r] = _mm256_cvtepi32_ps(sum);
-    } else {
-      __m256 sum = _mm256_setzero_ps();
-      for (int i = 0; i < num_vectors; ++i) {
-        const __m256 p = weight(i);
-        sum = _mm256_add_ps(sum, p);
-        _mm256_store_ps(chunk.scores[r] + 8 * i, p);
-      }
-      row_vectors[r] = sum;
-      if constexpr (kWeights == Weights::kFixed15) {
+      sum = _mm256_add_ps(sum, _mm256_add_ps(low, high));
+      if constexpr (kWeights == Weights::kFloat) {
+        _mm256_store_ps(chunk.scores[r] + 8 * i, low);
+        _mm256_store_ps(chunk.scores[r] + 8 * i + 8, high);
+      } else {
         for (int g = 0; g < num_groups; ++g) {
-          for (int i = 0; i < num_vectors; i += 2) {
-            const float* const factors = value_factors + g * kChunk + 8 * i;
-            const float* const p = chunk.scores[r] + 8 * i;
-            const __m256i a = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_load_ps(p), _mm256_load_ps(factors)));
-            const __m256i b = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_load_ps(p + 8), _mm256_load_ps(factors + 8)));
-            _mm256_store_si256(reinterpret_cast<__m256i*>(chunk.weights[g][r] + 8 * i),
-                               _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8));
-          }
+          const float* const factors = value_factors + g * kChunk + 8 * i;
+          store_integers(g, i, _mm256_mul_ps(low, _mm256_load_ps(factors)),
+                         _mm256_mul_ps(high, _mm256_load_ps(factors + 8)));
         }
       }
     }
+    row_vectors[r] = kWeights == Weights::kFixed13 ? _mm256_cvtepi32_ps(integer_sum) : sum;
   }
   __m256 scaled = new_factor;
   if constexpr (kWeights == Weights::kFixed13) {

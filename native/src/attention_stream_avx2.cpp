@@ -74,18 +74,29 @@ template <int kRows>
         const std::uint8_t* const one = rows[key + 2 * half()];
         const std::uint8_t* const two = rows[key + 2 * half() + 1];
         __m256i sums[kRows][2];
-        unroll<kRows>([&](auto r) __attribute__((always_inline)) {
-          sums[r()][0] = _mm256_setzero_si256();
-          sums[r()][1] = _mm256_setzero_si256();
-        });
-        for (int d = first; d < last; d += 16) {
+        const auto step = [&](int d, auto is_first) __attribute__((always_inline)) {
           const __m256i a = load_codes(one + d);
           const __m256i b = load_codes(two + d);
           unroll<kRows>([&](auto r) __attribute__((always_inline)) {
             const __m256i q = load(queries + r() * head_dim + d);
-            add_in_place(sums[r()][0], _mm256_madd_epi16(a, q));
-            add_in_place(sums[r()][1], _mm256_madd_epi16(b, q));
+            if constexpr (is_first()) {
+              sums[r()][0] = _mm256_madd_epi16(a, q);
+              sums[r()][1] = _mm256_madd_epi16(b, q);
+            } else {
+              add_in_place(sums[r()][0], _mm256_madd_epi16(a, q));
+              add_in_place(sums[r()][1], _mm256_madd_epi16(b, q));
+            }
           });
+        };
+        step(first, std::true_type{});
+        if (last - first == kKvGroup) {
+          step(first + 16, std::false_type{});
+          step(first + 32, std::false_type{});
+          step(first + 48, std::false_type{});
+        } else {
+          for (int d = first + 16; d < last; d += 16) {
+            step(d, std::false_type{});
+          }
         }
         unroll<kRows>([&](auto r)
                           __attribute__((always_inline)) { folded[r()][half()] = fold(sums[r()][0], sums[r()][1]); });
@@ -113,18 +124,15 @@ template <int kRows>
     unroll<2>([&](auto half) __attribute__((always_inline)) {
       const std::uint8_t* const one = rows[key + 2 * half()];
       const std::uint8_t* const two = rows[key + 2 * half() + 1];
-      __m256 sums[kRows][2];
+      __m256 sums[kRows][4];  // of even and odd values apart: enough sums to hide the latency of an FMA
       unroll<kRows>([&](auto r) __attribute__((always_inline)) {
-        sums[r()][0] = _mm256_setzero_ps();
-        sums[r()][1] = _mm256_setzero_ps();
+        unroll<4>([&](auto i) __attribute__((always_inline)) { sums[r()][i()] = _mm256_setzero_ps(); });
       });
       for (int d = 0; d < head_dim; d += 16) {
-        const __m256i a = load(one + 2 * d);
-        const __m256i b = load(two + 2 * d);
         __m256 even[2];
         __m256 odd[2];
-        widen(a, even[0], odd[0]);
-        widen(b, even[1], odd[1]);
+        widen(load(one + 2 * d), even[0], odd[0]);
+        widen(load(two + 2 * d), even[1], odd[1]);
         unroll<kRows>([&](auto r) __attribute__((always_inline)) {
           const __m256 q = _mm256_load_ps(queries + r() * head_dim + d);
           add_in_place(sums[r()][0], even[0], q);
@@ -132,12 +140,14 @@ template <int kRows>
         });
         unroll<kRows>([&](auto r) __attribute__((always_inline)) {
           const __m256 q = _mm256_load_ps(queries + r() * head_dim + d + 8);
-          add_in_place(sums[r()][0], odd[0], q);
-          add_in_place(sums[r()][1], odd[1], q);
+          add_in_place(sums[r()][2], odd[0], q);
+          add_in_place(sums[r()][3], odd[1], q);
         });
       }
-      unroll<kRows>([&](auto r)
-                        __attribute__((always_inline)) { folded[r()][half()] = fold(sums[r()][0], sums[r()][1]); });
+      unroll<kRows>([&](auto r) __attribute__((always_inline)) {
+        folded[r()][half()] =
+            fold(_mm256_add_ps(sums[r()][0], sums[r()][2]), _mm256_add_ps(sums[r()][1], sums[r()][3]));
+      });
     });
     unroll<kRows>([&](auto r) __attribute__((always_inline)) {
       _mm_store_ps(scores + r() * kChunk + key, sum_of_each4(folded[r()][0], folded[r()][1]));
@@ -199,7 +209,9 @@ inline void add_raw16_blocks(float* all_sums, const std::uint8_t* const* rows, i
       __m256 odd;
       widen(load(rows[key] + 2 * (d + 16 * i())), even, odd);
       unroll<kRows>([&](auto r) __attribute__((always_inline)) {
-        const __m256 weight = _mm256_broadcast_ss(weights + r() * kChunk + key);
+        // Not kept for the next block: no register is left for it.
+        __m256 weight;
+        asm volatile("vbroadcastss %1, %0" : "=x"(weight) : "m"(weights[r() * kChunk + key]));
         add_in_place(sums[r()][2 * i()], even, weight);
         add_in_place(sums[r()][2 * i() + 1], odd, weight);
       });

@@ -240,34 +240,39 @@ void pack_values_int8(const std::uint8_t* const* rows, int count, int padded, st
 }
 
 // kRows rows of pairs against 16 columns of pairs, [pairs][16][2]; `finish(row, column / 8, sums)` takes the sums. Each
-// step loads 2 vectors and broadcasts kRows pairs for 2 * kRows products; the sums stay in registers.
+// step loads 2 vectors and broadcasts kRows pairs for 2 * kRows products; the sums stay in registers. The number of
+// pairs is a multiple of 4.
 template <int kRows, typename Finish>
-inline void multiply(const std::int16_t* rows, std::ptrdiff_t stride, const std::int16_t* columns, int pairs,
-                     Finish&& finish) {
+[[gnu::always_inline]] inline void multiply(const std::int16_t* rows, std::ptrdiff_t stride,
+                                            const std::int16_t* columns, int pairs, Finish&& finish) {
   __m256i sums[kRows][2];
-#pragma GCC unroll 6
-  for (int r = 0; r < kRows; ++r) {
-    sums[r][0] = _mm256_setzero_si256();
-    sums[r][1] = _mm256_setzero_si256();
-  }
-#pragma GCC unroll 2
-  for (int p = 0; p < pairs; ++p) {
+  const auto step = [&](int p, auto is_first) __attribute__((always_inline)) {
     const __m256i c0 = load(columns + p * 32);
     const __m256i c1 = load(columns + p * 32 + 16);
-#pragma GCC unroll 6
-    for (int r = 0; r < kRows; ++r) {
+    unroll<kRows>([&](auto r) __attribute__((always_inline)) {
       std::int32_t pair;
-      __builtin_memcpy(&pair, rows + r * stride + 2 * p, sizeof(pair));
+      __builtin_memcpy(&pair, rows + r() * stride + 2 * p, sizeof(pair));
       const __m256i b = _mm256_set1_epi32(pair);
-      add_in_place(sums[r][0], _mm256_madd_epi16(b, c0));
-      add_in_place(sums[r][1], _mm256_madd_epi16(b, c1));
-    }
+      if constexpr (is_first()) {
+        sums[r()][0] = _mm256_madd_epi16(b, c0);
+        sums[r()][1] = _mm256_madd_epi16(b, c1);
+      } else {
+        add_in_place(sums[r()][0], _mm256_madd_epi16(b, c0));
+        add_in_place(sums[r()][1], _mm256_madd_epi16(b, c1));
+      }
+    });
+  };
+  step(0, std::true_type{});
+  step(1, std::false_type{});
+  step(2, std::false_type{});
+  step(3, std::false_type{});
+  for (int p = 4; p < pairs; p += 4) {
+    unroll<4>([&](auto i) __attribute__((always_inline)) { step(p + i(), std::false_type{}); });
   }
-#pragma GCC unroll 6
-  for (int r = 0; r < kRows; ++r) {
-    finish(r, 0, sums[r][0]);
-    finish(r, 1, sums[r][1]);
-  }
+  unroll<kRows>([&](auto r) __attribute__((always_inline)) {
+    finish(r(), 0, sums[r()][0]);
+    finish(r(), 1, sums[r()][1]);
+  });
 }
 
 // The same in float32: columns are [depth][16].
