@@ -51,6 +51,9 @@ class ModelConfig:
         "compute in torch instead, with weights and activations of this precision",
         choices=("auto", *DTYPE_BYTES),
     )
+    weight_cache: str = option(
+        "on", "keep packed weights on disk, so that the next start is fast", choices=("on", "off")
+    )
     max_context: int | None = option(
         None, "tokens per request at most, prompt and output; default: the model's own limit"
     )

@@ -112,6 +112,8 @@ class EnginePlan:
     """Bytes of the whole pool: num_blocks times the block's bytes."""
     weight_bytes: int
     """Bytes of the weights, as ``WeightFormat.num_bytes`` counts them."""
+    weight_cache: bool
+    """Whether packed weights are kept on disk; nothing is packed on torch."""
     max_context_len: int
     """Tokens per request at most, prompt and output; never more than the pool holds."""
     threads: int
@@ -142,6 +144,7 @@ class EnginePlan:
             f"plane={self.plane}/{self.isa}" if self.isa else f"plane={self.plane}",
             f"weights={self.weights}",
             f"weight_memory={self.weight_bytes / GIB:.2f}GiB",
+            f"weight_cache={'on' if self.weight_cache else 'off'}",
             f"dtype={self.dtype}",
             f"kv={self.codec}",
             f"kv_memory={self.kv_bytes / GIB:.2f}GiB",
@@ -228,6 +231,7 @@ def resolve(config: EngineConfig, spec: ModelSpec, hardware: Hardware) -> Engine
         num_blocks=num_blocks,
         kv_bytes=num_blocks * kv_spec.block_bytes,
         weight_bytes=weight_bytes,
+        weight_cache=weights.plane == "native" and config.model.weight_cache == "on",
         max_context_len=max_context_len,
         threads=config.model.threads or hardware.cpus,
         prefix_cache=keep_kv and config.cache.prefix_cache == "on",

@@ -145,6 +145,7 @@ def make_plan(**changes) -> EnginePlan:
         "plane": "torch",
         "isa": "",
         "weights": "float32",
+        "weight_cache": False,
         "dtype": "float32",
         "codec": "float32",
         "block_size": 4,

@@ -135,8 +135,21 @@ class TestResolve:
         plan = plan_of(hardware=NATIVE_MACHINE)
         assert (plan.plane, plan.weights, plan.notes) == ("native", "int8", ())
         assert (
-            "plane=native/avx2 weights=int8 weight_memory=0.00GiB dtype=float32" in plan.one_line()
+            "plane=native/avx2 weights=int8 weight_memory=0.00GiB weight_cache=on"
+            in plan.one_line()
         )
+
+    @pytest.mark.parametrize(
+        ("machine", "options", "is_kept"),
+        [
+            (NATIVE_MACHINE, {}, True),
+            (NATIVE_MACHINE, {"weight_cache": "off"}, False),
+            (NATIVE_MACHINE, {"dtype": "float32"}, False),
+            (MACHINE, {}, False),
+        ],
+    )
+    def test_packed_weights_are_kept_unless_told_otherwise(self, machine, options, is_kept):
+        assert plan_of(hardware=machine, **options).weight_cache is is_kept
 
     @pytest.mark.parametrize(
         ("options", "kind"),
