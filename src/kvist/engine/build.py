@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvist.config import EngineConfig
+    from kvist.engine.core import Runner
     from kvist.model.decoder import Decoder
     from kvist.model.tokenizer import Tokenizer
     from kvist.plan import EnginePlan
@@ -63,14 +64,28 @@ def build_engine(config: EngineConfig) -> AsyncEngine:
     logger.info("[engine] %s", plan.one_line())
     tokenizer = load_tokenizer(resolved.path)
     fingerprint = model_fingerprint(resolved.path, spec)
-    core = assemble(plan, _load(plan, resolved.path, spec, fingerprint), tokenizer, fingerprint)
+    core = assemble(
+        plan, load_model(plan, resolved.path, spec, fingerprint), tokenizer, fingerprint
+    )
     return AsyncEngine(core, tokenizer, plan)
 
 
-def _load(
+def load_model(
     plan: EnginePlan, path: Path, spec: ModelSpec, fingerprint: str
 ) -> Decoder | NativeDecoder:
-    """Load the model for the plan's plane, and keep the other plane's threads from the CPUs."""
+    """Return the model for the plan's plane, and keep the other plane's threads from the CPUs.
+
+    Args:
+        plan: Plane, precision and threads.
+        path: The checkpoint.
+        spec: What it describes.
+        fingerprint: Of the checkpoint; packed weights are kept on disk under it.
+
+    Raises:
+        ModelLoadError: The checkpoint cannot be read.
+
+    Side effects: sets the tensor library's thread count for the whole process.
+    """
     if plan.plane == "native":
         torch.set_num_threads(1)
         pool = native.extension().Pool(plan.threads)
@@ -122,13 +137,16 @@ def assemble(
         ),
         manager=manager,
         scheduler=scheduler,
-        runner=(
-            NativeRunner(decoder, arena)
-            if isinstance(decoder, NativeDecoder)
-            else ModelRunner(decoder, arena)
-        ),
+        runner=make_runner(decoder, arena),
         tokenizer=tokenizer,
     )
+
+
+def make_runner(decoder: Decoder | NativeDecoder, arena: BlockArena) -> Runner:
+    """Return the runner of the decoder's plane."""
+    if isinstance(decoder, NativeDecoder):
+        return NativeRunner(decoder, arena)
+    return ModelRunner(decoder, arena)
 
 
 def model_fingerprint(path: Path, spec: ModelSpec) -> str:
