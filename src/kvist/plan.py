@@ -88,6 +88,8 @@ class WeightFormat:
         return spec.num_parameters * DTYPE_BYTES[self.kind]
 
 
+PORTABLE_ISA = "serial"
+"""The native kernels without vector instructions: the oracle of the others."""
 TORCH_FLOAT32 = WeightFormat(plane="torch", kind="float32")
 """What computes where nothing better does. Without AMX or AVX512-BF16 units a bfloat16 matrix product of torch on a CPU
 is about six times slower than a float32 one, so half the memory would cost most of the speed."""
@@ -224,6 +226,8 @@ def resolve(config: EngineConfig, spec: ModelSpec, hardware: Hardware) -> Engine
     max_context_len, notes = _fit_context(config, kv_spec, context, num_blocks)
     if weights.plane == "torch" and config.model.dtype == "auto":
         reason = hardware.why_no_isa or why_not_native(spec)
+        if hardware.isa == PORTABLE_ISA:
+            reason = "no native kernels for this CPU's instruction sets; everything runs on torch"
         if reason:
             logger.warning("%s", reason)
             notes = (*notes, reason)
@@ -312,8 +316,9 @@ def weight_format(
     """Return what ``--weights`` and ``--dtype`` come to on this machine.
 
     Torch computes where the user set ``dtype``, where K and V are kept in float32, which the native kernels do not
-    read, and where there are no native kernels for this machine or this model. Otherwise they do, in int8 unless
-    ``weights`` says otherwise.
+    read, and where there are no native kernels for this machine or this model; portable ones are slower than torch and
+    run only when ``weights`` asks for them. Otherwise the native kernels compute, in int8 unless ``weights`` says
+    otherwise.
 
     Args:
         model: What the user asked for.
@@ -325,9 +330,9 @@ def weight_format(
         ConfigError: ``weights`` names a format of the native kernels, and something else rules them out.
     """
     why_not = hardware.why_no_isa if hardware.isa is None else why_not_native(spec)
-    is_torch = model.dtype != "auto" or codec == "float32" or hardware.isa is None or why_not != ""
     if model.weights == "auto":
-        if is_torch:
+        is_native_slow = hardware.isa in {None, PORTABLE_ISA}
+        if model.dtype != "auto" or codec == "float32" or is_native_slow or why_not:
             return WeightFormat(
                 plane="torch", kind="float32" if model.dtype == "auto" else model.dtype
             )

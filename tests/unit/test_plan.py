@@ -171,6 +171,20 @@ class TestResolve:
         assert plan.notes == ("no compiler was found",)
         assert caplog.text.count("no compiler was found") == 1
 
+    def test_portable_kernels_run_only_when_asked_for(self):
+        portable = dataclasses.replace(NATIVE_MACHINE, isa="serial")
+        plan = plan_of(hardware=portable)
+        assert (plan.plane, plan.weights, len(plan.notes)) == ("torch", "float32", 1)
+        assert plan_of(hardware=portable, weights="int8").plane == "native"
+
+    def test_models_without_native_kernels_run_on_torch(self):
+        spec = make_spec(head_dim=20, ropes=(RopeSpec(base=1e4, dim=20),))
+        plan = plan_of(spec, NATIVE_MACHINE)
+        assert plan.plane == "torch"
+        assert "head dimensions" in plan.notes[0]
+        with pytest.raises(ConfigError, match="--weights int8 needs .* head dimensions"):
+            plan_of(spec, NATIVE_MACHINE, weights="int8")
+
     def test_torch_that_was_asked_for_is_no_loss(self, caplog):
         plan = plan_of(hardware=BARE_MACHINE, dtype="float32")
         assert plan.notes == ()
