@@ -182,7 +182,7 @@ class TestResolve:
         plan = plan_of(spec, NATIVE_MACHINE)
         assert plan.plane == "torch"
         assert "head dimensions" in plan.notes[0]
-        with pytest.raises(ConfigError, match="--weights int8 needs .* head dimensions"):
+        with pytest.raises(ConfigError, match=r"--weights int8 needs .* head dimensions"):
             plan_of(spec, NATIVE_MACHINE, weights="int8")
 
     def test_torch_that_was_asked_for_is_no_loss(self, caplog):
