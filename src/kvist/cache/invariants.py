@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from kvist.cache.block import Block
     from kvist.cache.lease import PrefixLease
+    from kvist.cache.memory import Entry, PromptMemory
     from kvist.cache.pending import PendingIdentities
     from kvist.cache.pins import Pin
     from kvist.cache.pool import BlockPool
@@ -26,6 +27,7 @@ def check(
     pool: BlockPool,
     tree: PrefixTree,
     pending: PendingIdentities,
+    memory: PromptMemory,
     leases: Sequence[PrefixLease],
     pins: Sequence[Pin] = (),
 ) -> None:
@@ -35,6 +37,7 @@ def check(
         pool: All blocks.
         tree: What is published.
         pending: What is in flight.
+        memory: What is remembered of prompts.
         leases: All live leases.
         pins: All live pins.
 
@@ -47,6 +50,7 @@ def check(
         *_tree_shape(tree),
         *_tree_references(pool, tree),
         *_lease_paths(leases),
+        *_memory(memory, tree, leases),
     ]
     in_flight = Counter(key for lease in leases for _, key in lease.pending)
     if in_flight != pending.counts:
@@ -203,3 +207,33 @@ def _lease_paths(leases: Sequence[PrefixLease]) -> Iterator[str]:
             and lease.open_node.block is not lease.blocks[lease.num_sealed]
         ):
             yield f"the open node of {lease!r} is not its next block"
+
+
+def _memory(memory: PromptMemory, tree: PrefixTree, leases: Sequence[PrefixLease]) -> Iterator[str]:
+    cached = Counter(node.entry for node in tree.nodes() if node.entry is not None)
+    in_flight = Counter(entry for lease in leases for entry in lease.in_flight)
+    idle: set[Entry] = set()
+    for _, entry in memory.entries():
+        what = f"an entry of {len(entry.tokens) // 4} tokens"
+        if entry.num_cached != cached.pop(entry, 0):
+            yield f"{what} is not cached as often as it says"
+        if entry.num_in_flight != in_flight.pop(entry, 0):
+            yield f"{what} is not in flight as often as it says"
+        if entry.is_idle:
+            idle.add(entry)
+            if entry.left_why is None or any(not child.is_idle for child in entry.children):
+                yield f"{what} is neither cached nor in flight, and no ghost"
+        tokens = [child.tokens for child in entry.children]
+        if tokens != sorted(set(tokens)):
+            yield f"the children of {what} are not in order"
+    if cached or in_flight:
+        yield f"{len(cached)} blocks and {len(in_flight)} blocks of leases are not remembered"
+    if idle != set(memory.ghosts) or len(idle) > memory.max_ghosts:
+        yield f"{len(idle)} entries are idle, {len(memory.ghosts)} ghosts are listed"
+    for node in tree.nodes():
+        if not node.is_open and (node.entry is None or node.entry.tokens != node.tokens):
+            yield f"{_describe(node)} is not remembered by its tokens"
+    order = {entry: place for place, entry in enumerate(memory.ghosts)}
+    for entry, place in order.items():
+        if any(order.get(child, -1) > place for child in entry.children):
+            yield "a ghost would be forgotten after its parent"
