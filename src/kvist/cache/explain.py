@@ -161,18 +161,20 @@ def _reason_of(entry: Entry) -> MissReason:
 
 def _reason_elsewhere(memory: PromptMemory, chain: TokenChain, num_known: int) -> MissReason | None:
     """Return why a prompt is new to its namespace, if that is no matter of its tokens."""
-    reason = None
-    for namespace, root in memory.other_roots(chain.namespace):
-        num_common = _num_common(root, chain)
-        if num_common > num_known:
-            num_known = num_common
-            own = chain.namespace
-            is_same_model = (namespace.model, namespace.adapter) == (own.model, own.adapter)
-            reason = MissReason.NAMESPACE_DIFFERS if is_same_model else MissReason.MODEL_CHANGED
-    if reason is None and memory.find_root(chain.namespace) is None:
-        is_newcomer = memory.has_other_tenants(chain.namespace.tenant)
-        return MissReason.NAMESPACE_DIFFERS if is_newcomer else None
-    return reason
+    own = chain.namespace
+    # Of two that go equally far, other weights are the reason: with them the layout could not matter.
+    elsewhere = max(
+        (
+            (_num_common(root, chain), (other.model, other.adapter) != (own.model, own.adapter))
+            for other, root in memory.other_roots(own)
+        ),
+        default=(0, False),
+    )
+    if elsewhere[0] > num_known:
+        return MissReason.MODEL_CHANGED if elsewhere[1] else MissReason.NAMESPACE_DIFFERS
+    if memory.find_root(own) is None and memory.has_other_tenants(own.tenant):
+        return MissReason.NAMESPACE_DIFFERS
+    return None
 
 
 def _num_common(entry: Entry, chain: TokenChain) -> int:

@@ -738,7 +738,7 @@ class CacheManager:
             if isinstance(entry, Pin):
                 self._counters.num_expired_pins += not entry.is_released
                 for block in entry.blocks:
-                    if block.node is not None:
+                    if block.node is not None and not block.node.kept_until_ns:
                         block.node.has_expired = True
                 self.unpin(entry)
             else:
