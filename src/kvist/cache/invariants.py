@@ -210,30 +210,36 @@ def _lease_paths(leases: Sequence[PrefixLease]) -> Iterator[str]:
 
 
 def _memory(memory: PromptMemory, tree: PrefixTree, leases: Sequence[PrefixLease]) -> Iterator[str]:
+    entries = [entry for _, entry in memory.entries()]
     cached = Counter(node.entry for node in tree.nodes() if node.entry is not None)
     in_flight = Counter(entry for lease in leases for entry in lease.in_flight)
-    idle: set[Entry] = set()
-    for _, entry in memory.entries():
-        what = f"an entry of {len(entry.tokens) // 4} tokens"
-        if entry.num_cached != cached.pop(entry, 0):
-            yield f"{what} is not cached as often as it says"
-        if entry.num_in_flight != in_flight.pop(entry, 0):
-            yield f"{what} is not in flight as often as it says"
-        if entry.is_idle:
-            idle.add(entry)
-            if entry.left_why is None or any(not child.is_idle for child in entry.children):
-                yield f"{what} is neither cached nor in flight, and no ghost"
+    if not {*cached, *in_flight} <= set(entries):
+        yield "a block that is cached or in flight is not remembered"
+    for entry in entries:
+        if (entry.num_cached, entry.num_in_flight) != (cached[entry], in_flight[entry]):
+            yield f"{_describe_entry(entry)} is cached {cached[entry]} times, in flight {in_flight[entry]} times"
         tokens = [child.tokens for child in entry.children]
         if tokens != sorted(set(tokens)):
-            yield f"the children of {what} are not in order"
-    if cached or in_flight:
-        yield f"{len(cached)} blocks and {len(in_flight)} blocks of leases are not remembered"
-    if idle != set(memory.ghosts) or len(idle) > memory.max_ghosts:
-        yield f"{len(idle)} entries are idle, {len(memory.ghosts)} ghosts are listed"
+            yield f"the children of {_describe_entry(entry)} are not in order"
     for node in tree.nodes():
         if not node.is_open and (node.entry is None or node.entry.tokens != node.tokens):
             yield f"{_describe(node)} is not remembered by its tokens"
+    yield from _ghosts(memory, [entry for entry in entries if entry.is_idle])
+
+
+def _ghosts(memory: PromptMemory, idle: Sequence[Entry]) -> Iterator[str]:
+    if set(idle) != set(memory.ghosts) or len(idle) > memory.max_ghosts:
+        yield f"{len(idle)} entries are idle, {len(memory.ghosts)} of {memory.max_ghosts} ghosts are listed"
     order = {entry: place for place, entry in enumerate(memory.ghosts)}
-    for entry, place in order.items():
-        if any(order.get(child, -1) > place for child in entry.children):
-            yield "a ghost would be forgotten after its parent"
+    for entry in idle:
+        if entry.left_why is None:
+            yield f"{_describe_entry(entry)} was never computed"
+        if any(order.get(child, len(order)) > order.get(entry, -1) for child in entry.children):
+            yield f"{_describe_entry(entry)} would be forgotten before what follows it"
+
+
+def _describe_entry(entry: Entry) -> str:
+    return (
+        f"an entry of {len(entry.tokens) // 4} tokens ({entry.num_cached} cached, {entry.num_in_flight} in flight, "
+        f"{len(entry.children)} children)"
+    )

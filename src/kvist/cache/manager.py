@@ -45,8 +45,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from kvist.cache import invariants
-from kvist.cache.explain import Shortfall, explain, explain_off
 from kvist.cache.eviction import strategy_factory
+from kvist.cache.explain import Shortfall, explain, explain_off
 from kvist.cache.hash import TOKEN_BYTES, BlockHasher, TokenChain
 from kvist.cache.lease import PartialCopy, PrefixLease, PrefixMatch
 from kvist.cache.memory import DEFAULT_MAX_GHOSTS, PromptMemory

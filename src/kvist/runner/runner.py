@@ -7,6 +7,7 @@ text and no prefix.
 
 from __future__ import annotations
 
+import time
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
@@ -72,6 +73,7 @@ class ModelRunner:
             return self._sample(plan, batch, hidden)
 
     def _sample(self, plan: StepPlan, batch: AttentionBatch, hidden: torch.Tensor) -> StepResult:
+        started_ns = time.perf_counter_ns()
         # The row of a sequence's last token is the one before the next sequence's first.
         sampled = [
             (stop - 1, sequence.request_id, sequence.sample)
@@ -89,4 +91,9 @@ class ModelRunner:
                     failed[request_id] = f"{outcome.message} (request {request_id})"
                 else:
                     samples[request_id] = outcome
-        return StepResult(step_index=plan.step_index, samples=samples, failed=failed)
+        return StepResult(
+            step_index=plan.step_index,
+            samples=samples,
+            failed=failed,
+            sample_ns=time.perf_counter_ns() - started_ns,
+        )
