@@ -229,12 +229,12 @@ class MissReport:
     expected_token_ids: tuple[TokenId, ...] = ()
     """How that prompt went on from there, a few tokens; empty when it did not, or differs for another reason."""
     left_s_ago: float | None = None
-    """Since the first position missed left the cache; None: it was not there, or is not known to have left."""
+    """Since the first block that is evicted or expired left the cache; None: there is none."""
 
     @property
-    def first(self) -> MissSpan:
-        """What ended the reuse."""
-        return self.spans[0]
+    def main(self) -> MissSpan:
+        """What cost the most tokens; the first one of equals."""
+        return max(self.spans, key=lambda span: span.end - span.start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,8 +52,8 @@ class _Known(NamedTuple):
     spans: list[MissSpan]
     num_tokens: int
     """Length of the longest common prefix."""
-    first: Entry | None
-    """What is known of the first position that was missed."""
+    entries: list[Entry]
+    """What is known of the blocks that were missed, in order."""
     rival: tuple[HasTokens, int] | None
     """What goes on differently, and from which of its tokens on."""
 
@@ -94,13 +94,12 @@ def explain(
             reason = MissReason.TOKENS_DIFFER
             expected = _tokens_from(*known.rival)
         _add(spans, known.num_tokens, limit, reason or MissReason.NEW_PROMPT)
-    first = known.first
-    has_left = first is not None and first.left_why is spans[0].reason
+    left = next((entry for entry in known.entries if _reason_of(entry) is entry.left_why), None)
     return MissReport(
         spans=tuple(spans),
         num_common_tokens=known.num_tokens,
         expected_token_ids=expected,
-        left_s_ago=memory.seconds_since(first.left_ns) if first is not None and has_left else None,
+        left_s_ago=None if left is None else memory.seconds_since(left.left_ns),
     )
 
 
@@ -121,7 +120,7 @@ def _follow(
     if position < match.num_hit_tokens:
         _add(spans, position, match.num_hit_tokens, MissReason.BELOW_BLOCK_SIZE)
         position = match.num_hit_tokens
-    first: Entry | None = None
+    entries: list[Entry] = []
     index = len(match.nodes)
     while True:
         start = index * chain.block_size
@@ -129,7 +128,7 @@ def _follow(
         found = [] if entry is None else list(nearest(entry.children, tokens))
         best, num_common = max(found, key=lambda pair: pair[1], default=(None, 0))
         if best is not None and start + num_common > position:
-            first = first or best
+            entries.append(best)
             _add(spans, position, start + num_common, _reason_of(best))
             position = start + num_common
         if best is None or position - start < chain.block_size or position == limit:
@@ -143,7 +142,7 @@ def _follow(
         for other, length in rivals
         if length == position - start and len(other.tokens) > length * TOKEN_BYTES
     ]
-    return _Known(spans, position, first, goes_on[0] if goes_on else None)
+    return _Known(spans, position, entries, goes_on[0] if goes_on else None)
 
 
 def _add(spans: list[MissSpan], start: int, end: int, reason: MissReason) -> None:

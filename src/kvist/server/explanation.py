@@ -81,7 +81,8 @@ def explain_prompt(prompt: Prompt, usage: Usage, tokenizer: ServedTokenizer) -> 
         "reused_tokens": usage.num_cached_tokens,
         "computed_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
         "recomputed_tokens": usage.num_recomputed_tokens,
-        "miss": spans[0] if spans else None,
+        # The one that cost the most; of equals the first.
+        "miss": max(spans, key=lambda span: int(span["tokens_lost"]), default=None),
         "spans": spans,
     }
 
@@ -147,7 +148,8 @@ def _span(
         expected = _bytes(report.expected_token_ids, tokenizer)
         # Tokens that differ may begin alike: the difference is in the part where the texts do.
         num_bytes += _num_common(received, expected)
-    left_s_ago = report.left_s_ago if span is report.first else None
+    has_left = span.reason in (MissReason.EVICTED, MissReason.EXPIRED)
+    left_s_ago = report.left_s_ago if has_left else None
     return {
         "reason": span.reason.value,
         "part": None if prompt.parts is None else prompt.parts.at(num_bytes),

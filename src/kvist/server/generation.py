@@ -345,7 +345,7 @@ def _miss_line(outputs: Sequence[ChoiceOutput], n: int) -> str:
         min((o.usage for o in outputs[start : start + n] if o.usage), key=_num_cached)
         for start in range(0, len(outputs), n)
     ]
-    misses = [usage.miss.first for usage in firsts if usage.miss is not None]
+    misses = [usage.miss.main for usage in firsts if usage.miss is not None]
     lines = [f"{span.reason.value} at {span.start} ({span.end - span.start})" for span in misses]
     more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
     return lines[0] + more if lines else "none"
