@@ -31,7 +31,19 @@ if TYPE_CHECKING:
 Turns = list[dict[str, str]]
 
 NUM_VARIANTS = 12
-WORDS = ["fog", "mill", "harbour", "bell", "tide", "lantern", "gull", "rope", "anchor", "pier", "salt", "wind", "keeper", "stair", "lens", "oil"]  # one line instead of eighteen
+WORDS = (
+    "fog",
+    "mill",
+    "harbour",
+    "bell",
+    "tide",
+    "lantern",
+    "gull",
+    "rope",
+    "anchor",
+    "pier",
+    "salt",
+)
 TOOLS = [
     {"name": name, "parameters": {"type": "object", "properties": {name[0]: {"type": "string"}}}}
     for name in ("search", "weather", "calendar", "translate")
