@@ -115,8 +115,8 @@ class ChatParts:
             lead = content[: len(content) - len(content.lstrip())]
             trail = content[len(content.rstrip()) :]
             if len(positions) == 1:
-                # Only the end is left of what a template cut the beginning off, as of thoughts.
-                start = max(found[-1].end if found else 0, end - len(content))
+                # Only the end is left where a template cuts the beginning off, as of thoughts.
+                start = min(self._len_of_first(index, text) if index else 0, end)
             if text.startswith(lead, max(start - len(lead), 0)):
                 start -= len(lead)
             if text.startswith(trail, end):
