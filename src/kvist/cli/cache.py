@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 
 TIMEOUT_S = 10.0
+MIN_TABLE_WIDTH = 120
 
 ADVICE = {
     "new_prompt": "no earlier prompt goes on like this; nothing to do",
@@ -61,7 +62,9 @@ def stats(
     table.columns[1].justify = "right"
     for name, value in _flattened(document):
         table.add_row(name, value)
-    result_console().print(table)
+    console = result_console()
+    # Not cut where the terminal ends: the end of a line is the number.
+    console.print(table, width=max(console.width, MIN_TABLE_WIDTH))
 
 
 @app.command()
