@@ -178,15 +178,15 @@ def _reason_elsewhere(memory: PromptMemory, chain: TokenChain, num_known: int) -
 
 def _num_common(entry: Entry, chain: TokenChain) -> int:
     """Return the longest prefix that a sequence shares with what is known below a root."""
-    num_tokens = 0
-    for index in range(chain.num_full_blocks + 1):
+    num_tokens = index = 0
+    while True:
         found = nearest(entry.children, chain.block_tokens(index))
         best, num_common = max(found, key=lambda pair: pair[1], default=(None, 0))
         num_tokens += num_common
+        # The last block is shorter, or empty.
         if best is None or num_common < chain.block_size:
-            break
-        entry = best
-    return num_tokens
+            return num_tokens
+        entry, index = best, index + 1
 
 
 def _tokens_from(first: HasTokens, num_skipped: int) -> tuple[TokenId, ...]:

@@ -218,9 +218,10 @@ def _memory(memory: PromptMemory, tree: PrefixTree, leases: Sequence[PrefixLease
     for entry in entries:
         if (entry.num_cached, entry.num_in_flight) != (cached[entry], in_flight[entry]):
             yield f"{_describe_entry(entry)} is cached {cached[entry]} times, in flight {in_flight[entry]} times"
-        tokens = [child.tokens for child in entry.children]
+    for parent in {entry.parent for entry in entries if entry.parent is not None}:
+        tokens = [child.tokens for child in parent.children]
         if tokens != sorted(set(tokens)):
-            yield f"the children of {_describe_entry(entry)} are not in order"
+            yield f"the blocks remembered of a namespace are not in order below {_describe_entry(parent)}"
     for node in tree.nodes():
         if not node.is_open and (node.entry is None or node.entry.tokens != node.tokens):
             yield f"{_describe(node)} is not remembered by its tokens"

@@ -180,13 +180,12 @@ class PromptMemory:
         return entry
 
     def leave(self, entry: Entry, why: MissReason) -> None:
-        """Note that a block left the prefix tree, and why."""
+        """Note that a block left the prefix tree, and why. It was the only one there with these tokens."""
         entry.num_cached -= 1
-        if not entry.num_cached:
-            entry.left_why = why
-            entry.left_ns = self._clock_ns()
-            if not entry.num_in_flight:
-                self._add_ghost(entry)
+        entry.left_why = why
+        entry.left_ns = self._clock_ns()
+        if entry.is_idle:
+            self._add_ghost(entry)
 
     def supersede(self, entry: Entry) -> None:
         """Note that a partial block left the prefix tree because a sibling there begins with its tokens."""

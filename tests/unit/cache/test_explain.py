@@ -238,11 +238,60 @@ def test_a_memory_that_is_full_forgets_what_left_first():
     assert spans(report(manager, PROMPT)) == [(0, 11, MissReason.NEW_PROMPT)]
 
 
+def test_what_two_requests_compute_is_in_flight_until_both_have_it():
+    manager = make_manager(16)
+    first, first_chain = start(manager, PROMPT)
+    second, second_chain = start(manager, PROMPT)
+    assert spans(second.miss) == [(0, 11, MissReason.NOT_YET_COMPUTED)]
+    compute(manager, first, first_chain)
+    manager.release(first)
+    manager.check_invariants()
+    compute(manager, second, second_chain)
+    manager.release(second)
+    assert report(manager, PROMPT) is None
+
+
+def test_a_block_that_leaves_while_another_request_computes_it_is_in_flight():
+    manager = make_manager(6)
+    first, first_chain = start(manager, PROMPT[:6])
+    second, _ = start(manager, PROMPT[:6])
+    compute(manager, first, first_chain)
+    manager.release(first)
+    assert manager.reset() == 2
+    manager.check_invariants()
+    third, _ = start(manager, PROMPT[:6])
+    assert spans(third.miss) == [(0, 5, MissReason.NOT_YET_COMPUTED)]
+    manager.release(second)
+    manager.release(third)
+    manager.check_invariants()
+    assert spans(report(manager, PROMPT[:6])) == [(0, 5, MissReason.EVICTED)]
+
+
+def test_a_partial_block_that_another_request_computes_too_stays_when_it_is_superseded():
+    manager = make_manager(8)
+    first, first_chain = start(manager, PROMPT[:2])
+    second, _ = start(manager, PROMPT[:2])
+    compute(manager, first, first_chain)
+    manager.release(first)
+    serve(manager, PROMPT[:4])  # begins with the partial block
+    manager.check_invariants()
+    manager.release(second)
+    manager.check_invariants()
+
+
 def test_a_namespace_of_which_nothing_is_known_takes_no_memory():
     manager = make_manager(8, max_ghosts=0)
     lease, _ = start(manager, PROMPT)
     manager.release(lease)
     assert manager._memory._tenants == {}
+
+
+def test_an_owner_s_other_namespace_outlives_one_of_which_nothing_is_known():
+    manager = make_manager(8, max_ghosts=0)
+    serve(manager, PROMPT)
+    lease, _ = start(manager, PROMPT, namespace=Namespace(model="m2"))
+    manager.release(lease)
+    assert [list(roots) for roots in manager._memory._tenants.values()] == [[NAMESPACE]]
 
 
 def test_a_fully_cached_prompt_costs_the_memory_one_block():
