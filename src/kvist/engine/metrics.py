@@ -90,9 +90,9 @@ class RequestStats:
     schedule_s: HistogramStats
     """Of each step: making the plan."""
     forward_s: HistogramStats
-    """Of each step: copies, inputs and the forward pass."""
+    """Of each step: copies, inputs and the forward pass, logits included."""
     sample_s: HistogramStats
-    """Of each step: logits and choosing tokens."""
+    """Of each step: choosing tokens by their logits."""
     apply_s: HistogramStats
     """Of each step: publishing blocks, text, and the ends of sequences."""
 

@@ -73,7 +73,6 @@ class ModelRunner:
             return self._sample(plan, batch, hidden)
 
     def _sample(self, plan: StepPlan, batch: AttentionBatch, hidden: torch.Tensor) -> StepResult:
-        started_ns = time.perf_counter_ns()
         # The row of a sequence's last token is the one before the next sequence's first.
         sampled = [
             (stop - 1, sequence.request_id, sequence.sample)
@@ -82,10 +81,13 @@ class ModelRunner:
         ]
         samples: dict[RequestId, SampledToken] = {}
         failed: dict[RequestId, str] = {}
+        sample_ns = 0
         if sampled:
             rows = torch.tensor([row for row, _, _ in sampled], device=hidden.device)
             logits = self._decoder.logits(hidden.index_select(0, rows))
+            started_ns = time.perf_counter_ns()
             outcomes = sample(logits, [spec for _, _, spec in sampled])
+            sample_ns = time.perf_counter_ns() - started_ns
             for (_, request_id, _), outcome in zip(sampled, outcomes, strict=True):
                 if isinstance(outcome, SampleFailure):
                     failed[request_id] = f"{outcome.message} (request {request_id})"
@@ -95,5 +97,5 @@ class ModelRunner:
             step_index=plan.step_index,
             samples=samples,
             failed=failed,
-            sample_ns=time.perf_counter_ns() - started_ns,
+            sample_ns=sample_ns,
         )

@@ -100,4 +100,4 @@ class StepResult:
     """Sequences whose next token could not be chosen, each with the reason as an error message; the others go on.
     Their blocks may hold NaN: they must not be published."""
     sample_ns: int = 0
-    """Time spent on logits and on choosing tokens, a part of the step's."""
+    """Time spent on choosing tokens by their logits, a part of the step's."""
