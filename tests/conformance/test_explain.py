@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -412,3 +414,10 @@ def test_history_is_bounded():
     assert history.get("a", "") is None
     assert history.get("c", "") == {"name": "c"}
     assert history.get("c", "tenant") is None
+
+
+def test_every_reason_is_documented():
+    text = (Path(__file__).resolve().parents[2] / "docs" / "explain.md").read_text()
+    assert re.findall(r"^### `(\w+)`$", text, re.MULTILINE) == [
+        reason.value for reason in MissReason
+    ]

@@ -12,6 +12,7 @@ Source: ``prompt_cache_diagnostics`` of OpenAI's Responses API, openai-python 3.
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from kvist.types import MissReason
@@ -125,34 +126,33 @@ class History:
 
 
 def _spans(prompt: Prompt, report: MissReport, tokenizer: ServedTokenizer) -> list[Json]:
-    # Built up along the spans, so that each token's length is asked for once.
-    num_bytes, position = 0, 0
-    spans = []
-    for span in report.spans:
-        num_bytes += sum(
-            map(len, map(tokenizer.token_bytes, prompt.token_ids[position : span.start]))
-        )
-        position = span.start
-        spans.append(_span(prompt, report, span, num_bytes, tokenizer))
-    return spans
+    lengths = map(len, map(tokenizer.token_bytes, prompt.token_ids))
+    ends = list(accumulate(lengths, initial=0))
+    return [_span(prompt, report, span, ends, tokenizer) for span in report.spans]
 
 
 def _span(
-    prompt: Prompt, report: MissReport, span: MissSpan, num_bytes: int, tokenizer: ServedTokenizer
+    prompt: Prompt,
+    report: MissReport,
+    span: MissSpan,
+    ends: Sequence[int],
+    tokenizer: ServedTokenizer,
 ) -> Json:
+    """Return what is told of one span; ``ends`` are the bytes before each token, and those of all."""
     received = expected = before = None
+    num_before = ends[span.start]
     if span.reason is MissReason.TOKENS_DIFFER:
         start = span.start
         before = _bytes(prompt.token_ids[max(0, start - NUM_BEFORE) : start], tokenizer)
         received = _bytes(prompt.token_ids[start : start + NUM_RECEIVED], tokenizer)
         expected = _bytes(report.expected_token_ids, tokenizer)
         # Tokens that differ may begin alike: the difference is in the part where the texts do.
-        num_bytes += _num_common(received, expected)
+        num_before += _num_common(received, expected)
     has_left = span.reason in (MissReason.EVICTED, MissReason.EXPIRED)
     left_s_ago = report.left_s_ago if has_left else None
     return {
         "reason": span.reason.value,
-        "part": None if prompt.parts is None else prompt.parts.at(num_bytes),
+        "part": None if prompt.parts is None else prompt.parts.at(num_before, ends[-1]),
         "position": span.start,
         "tokens_lost": span.end - span.start,
         "before": _text(before),

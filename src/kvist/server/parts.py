@@ -50,11 +50,13 @@ class ChatParts:
         self._messages = messages
         self._tokenizer = tokenizer
 
-    def at(self, num_bytes_before: int) -> str | None:
-        """Return the part that a position of the rendered text belongs to.
+    def at(self, num_bytes_before: int, num_bytes: int) -> str | None:
+        """Return the part that a position of the prompt belongs to.
 
         Args:
-            num_bytes_before: UTF-8 bytes of the prompt before the position.
+            num_bytes_before: Bytes of the tokens before the position.
+            num_bytes: Bytes of all tokens. Those of the rendered text, or the tokeniser changed the text and positions
+                in one are none in the other; a space that it puts before the text aside.
 
         Returns:
             ``system``, ``message K`` (counted from 0, as in the request), ``template``, or None: it cannot be told.
@@ -68,7 +70,12 @@ class ChatParts:
             return None
         if found is None:
             return None
-        position = len(text.encode()[:num_bytes_before].decode(errors="ignore"))
+        encoded = text.encode()
+        num_added = num_bytes - len(encoded)
+        if num_added not in (0, int(self._tokenizer.strips_leading_space)):
+            return None
+        num_before = max(num_bytes_before - num_added, 0)
+        position = len(encoded[:num_before].decode(errors="ignore"))
         place = bisect_right(found, position, key=lambda message: message.start)
         if place and position <= found[place - 1].end:
             return self._name(found[place - 1].index)

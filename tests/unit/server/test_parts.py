@@ -28,6 +28,8 @@ TURNS = [
 class Templated:
     """The part of a tokeniser that has the template."""
 
+    strips_leading_space = False
+
     def __init__(self, source):
         self._template = ChatTemplate(source, {})
 
@@ -42,7 +44,7 @@ def parts_of(source, turns):
     parts = ChatParts(turns, tokenizer)
     runs = []
     for index, character in enumerate(text):
-        part = parts.at(len(text[:index].encode()))
+        part = parts.at(len(text[:index].encode()), len(text.encode()))
         if runs and runs[-1][0] == part:
             runs[-1][1] += character
         else:
@@ -95,7 +97,7 @@ def test_a_template_that_refuses_marks_tells_no_part():
         "{% if '\ufdd2' in messages[0].content %}{{ raise_exception('no') }}{% endif %}"
         "{{ messages[0].content }}"
     )
-    assert ChatParts(TURNS, Templated(source)).at(3) is None
+    assert ChatParts(TURNS, Templated(source)).at(3, len(TURNS[0]["content"])) is None
 
 
 def test_a_template_that_refuses_a_shorter_conversation_leaves_role_names_to_itself():
@@ -108,7 +110,7 @@ def test_a_template_that_refuses_a_shorter_conversation_leaves_role_names_to_its
     tokenizer = Refusing(CHATML)
     text = tokenizer.apply_chat_template(TURNS)
     position = text.index("<s>user") + 4
-    assert ChatParts(TURNS, tokenizer).at(position) == "template"
+    assert ChatParts(TURNS, tokenizer).at(position, len(text.encode())) == "template"
 
 
 def test_marks_that_are_in_a_message_are_not_taken_for_ours():
@@ -121,3 +123,24 @@ def test_an_empty_message_has_no_place():
     turns = [TURNS[0], {"role": "user", "content": " "}, *TURNS[2:]]
     runs = parts_of(CHATML, turns)
     assert [part for part, _ in runs if part.startswith("message")] == ["message 2", "message 3"]
+
+
+def test_where_the_tokeniser_changes_the_text_no_part_is_told():
+    tokenizer = Templated(CHATML)
+    num_bytes = len(tokenizer.apply_chat_template(TURNS).encode())
+    assert ChatParts(TURNS, tokenizer).at(15, num_bytes) == "system"
+    assert ChatParts(TURNS, tokenizer).at(15, num_bytes - 1) is None
+    assert ChatParts(TURNS, tokenizer).at(15, num_bytes + 1) is None
+
+
+def test_a_space_that_the_tokeniser_puts_before_a_text_is_left_out_of_account():
+    tokenizer = Templated(CHATML)
+    tokenizer.strips_leading_space = True
+    num_bytes = len(tokenizer.apply_chat_template(TURNS).encode())
+    parts = ChatParts(TURNS, tokenizer)
+    start = len("<s>system\n")
+    assert [parts.at(start + 1 + shift, num_bytes + 1) for shift in (-1, 0)] == [
+        "template",
+        "system",
+    ]
+    assert parts.at(0, num_bytes + 1) == "template"
