@@ -1,8 +1,7 @@
 """What monitoring costs: a decode step of a batch with its snapshot, and explaining a missed prompt. No model.
 
 Times are CPU time of this process, so that what else the machine does is not in them. Prints a table in microseconds
-and ends with one JSON line. To be read against the time of a step: at batch 16 a model of 135 million parameters takes
-about 30 ms on two cores of an AMD EPYC (Zen 3), so one percent is 300 us.
+and ends with one JSON line. To be read against the time of a step, which ``kvist_step_seconds`` tells of a server.
 
     python benchmarks/monitoring.py [--batch 16] [--repetitions 200]
 """

@@ -41,7 +41,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from kvist.cache import invariants
@@ -510,7 +509,7 @@ class CacheManager:
             num_reserved=self.num_reserved,
             num_pinned=self.num_pinned,
             num_ghosts=len(self._memory.ghosts),
-            **asdict(self._counters),
+            **self._counters.snapshot(),
         )
 
     def check_invariants(self) -> None:

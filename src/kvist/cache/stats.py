@@ -6,7 +6,7 @@ Responsible for what is counted and for the frozen snapshot handed out. Knows no
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvist.types import MissReason
 
@@ -37,6 +37,12 @@ class Counters:
     num_expired_blocks: int = 0
     num_verification_failures: int = 0
     missed_tokens: dict[str, int] = field(default_factory=_none_missed)
+
+    def snapshot(self) -> dict[str, Any]:  # Any: each field has its own type
+        """Return the fields as they are now. Not ``asdict``, which takes ten times as long, after every step."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        values["missed_tokens"] = self.missed_tokens.copy()
+        return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

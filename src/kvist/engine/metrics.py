@@ -46,21 +46,28 @@ class Histogram:
         bounds: Upper bounds, ascending.
     """
 
-    __slots__ = ("_bounds", "_counts", "_total")
+    __slots__ = ("_bounds", "_counts", "_stats", "_total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._total = 0.0
+        # Most histograms stay as they are from one step to the next.
+        self._stats: HistogramStats | None = None
 
     def observe(self, value: float) -> None:
         """Count one value. O(log buckets)."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._total += value
+        self._stats = None
 
     def stats(self) -> HistogramStats:
         """Return what was counted."""
-        return HistogramStats(bounds=self._bounds, counts=tuple(self._counts), total=self._total)
+        if self._stats is None:
+            self._stats = HistogramStats(
+                bounds=self._bounds, counts=tuple(self._counts), total=self._total
+            )
+        return self._stats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
