@@ -70,6 +70,9 @@ class CacheConfig:
     block_size: int = option(64, "tokens per block")
     kv_cache_dtype: str = option("auto", "codec of KV blocks", choices=("auto", *CODEC_BITS))
     prefix_cache: str = option("on", "reuse the blocks of equal prefixes", choices=("on", "off"))
+    explain_blocks: int = option(
+        32768, "blocks remembered after they left the cache, so that misses can be explained"
+    )
     kv_cache: str = option(
         "on",
         "off: keep no K and V at all and recompute everything for every token",
@@ -108,6 +111,7 @@ class EngineConfig:
             check_choices(group)
             _check_types(group)
         _check_at_least(self.cache.block_size, 1, "--block-size")
+        _check_at_least(self.cache.explain_blocks, 0, "--explain-blocks")
         _check_at_least(self.scheduler.max_batch_tokens, 1, "--max-batch-tokens")
         _check_at_least(self.scheduler.max_running, 1, "--max-running")
         _check_at_least(self.scheduler.max_queue, 1, "--max-queue")

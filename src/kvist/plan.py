@@ -131,6 +131,8 @@ class EnginePlan:
     """Whether blocks are shared between requests with equal prefixes."""
     keep_kv: bool
     """False: every token recomputes the whole sequence."""
+    explain_blocks: int = 32768
+    """Blocks remembered after they left the cache."""
     schedule: str
     """Order of waiting requests."""
     max_overtakes: int
@@ -162,6 +164,7 @@ class EnginePlan:
             f"threads={self.threads}",
             f"prefix_cache={'on' if self.prefix_cache else 'off'}",
             f"kv_cache={'on' if self.keep_kv else 'off'}",
+            f"explain_blocks={self.explain_blocks}",
             f"schedule={self.schedule}",
             f"max_overtakes={self.max_overtakes}",
             f"max_batch_tokens={self.max_batch_tokens}",
@@ -249,6 +252,7 @@ def resolve(config: EngineConfig, spec: ModelSpec, hardware: Hardware) -> Engine
         threads=config.model.threads or hardware.cpus,
         prefix_cache=keep_kv and config.cache.prefix_cache == "on",
         keep_kv=keep_kv,
+        explain_blocks=config.cache.explain_blocks,
         schedule=config.scheduler.schedule,
         max_overtakes=config.scheduler.max_overtakes,
         max_batch_tokens=config.scheduler.max_batch_tokens,

@@ -53,7 +53,7 @@ class ByteTokenizer:
     def is_special(self, token_id: int) -> bool:
         return token_id == EOS
 
-    def apply_chat_template(self, messages, *, add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(self, messages, add_generation_prompt: bool = True) -> str:
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         return "".join(lines) + ("assistant: " if add_generation_prompt else "")
 

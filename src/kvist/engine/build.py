@@ -119,6 +119,7 @@ def assemble(
         block_size=plan.block_size,
         hasher=BlockHasher(secrets.token_bytes(KEY_BYTES)),
         prefix_cache=plan.prefix_cache,
+        max_ghosts=plan.explain_blocks,
     )
     scheduler = Scheduler(
         manager,
