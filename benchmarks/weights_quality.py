@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from kvist import plan as planning
@@ -24,7 +23,7 @@ from kvist.kernels import native
 from kvist.kernels.batch import AttentionBatch
 from kvist.model import catalog
 from kvist.model.loader import iterate_tensors, load_decoder
-from kvist.model.native_decoder import NativeDecoder, StepArrays, pack_weights
+from kvist.model.native_decoder import NativeDecoder, StepSequence, pack_weights
 from kvist.model.tokenizer import load_tokenizer
 from kvist.spec import KVSpec
 from kvist.storage.arena import BlockArena
@@ -75,17 +74,8 @@ def native_scorer(
     arena = make_arena(spec, codec, window)
 
     def score(chunk: list[int], start: int) -> torch.Tensor:
-        context_len = start + len(chunk)
-        num_blocks = -(-context_len // BLOCK_SIZE)
-        arrays = StepArrays(
-            token_ids=np.array(chunk, np.int64),
-            query_starts=np.array([0, len(chunk)], np.int32),
-            context_lens=np.array([context_len], np.int32),
-            table_starts=np.array([0, num_blocks], np.int32),
-            block_ids=np.arange(num_blocks, dtype=np.int32),
-            logit_rows=np.arange(len(chunk), dtype=np.int32),
-        )
-        scores = decoder.step(arrays, arena)
+        table = tuple(range(arena.num_blocks))
+        scores = decoder.step([StepSequence(start, tuple(chunk), table, len(chunk))], arena)
         if scores.damaged_rows:
             raise SystemExit(f"rows {scores.damaged_rows[:5]} wrote K or V that is not finite")
         return torch.from_numpy(scores.logits[: len(chunk)])

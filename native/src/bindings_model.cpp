@@ -14,6 +14,7 @@
 
 #include "bindings.h"
 #include "bindings_linear.h"
+#include "kvist/common.h"
 #include "kvist/model.h"
 
 namespace nb = nanobind;
@@ -28,11 +29,14 @@ using MutableArray = nb::ndarray<T, nb::ndim<kRank>, nb::c_contig, nb::device::c
 
 [[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument("[native] " + message); }
 
-void check(bool holds, const std::string& message) {
+void check(bool holds, const char* message) {
   if (!holds) {
     refuse(message);
   }
 }
+
+// For where a step does not pass: the message is built whether it is needed or not.
+void check(bool holds, const std::string& message) { check(holds, message.c_str()); }
 
 // A model together with the Python objects that own its weights.
 class BoundModel {
@@ -74,69 +78,39 @@ class BoundModel {
     model_ = std::make_unique<Model>(shape_, std::move(rotary), std::move(weights), current_isa());
   }
 
+  // sequences: (first position, token ids, block table, of how many of the last tokens the logits are wanted), each.
   nb::tuple step(Pool& pool, const MutableArray<std::uint8_t, 2>& arena, const std::string& codec, int block_size,
-                 const Array<std::int64_t, 1>& token_ids, const Array<std::int32_t, 1>& query_starts,
-                 const Array<std::int32_t, 1>& context_lens, const Array<std::int32_t, 1>& table_starts,
-                 const Array<std::int32_t, 1>& block_ids, const Array<std::int32_t, 1>& logit_rows,
-                 const MutableArray<float, 2>& logits) {
+                 const nb::list& sequences, const MutableArray<float, 2>& logits) {
     const KvLayout layout = layout_of(arena, codec, block_size);
-    const auto num_rows = static_cast<int>(token_ids.shape(0));
-    const auto num_sequences = static_cast<int>(context_lens.shape(0));
-    const auto num_logits = static_cast<int>(logit_rows.shape(0));
-    check(num_rows >= 1 && num_sequences >= 1, "a step needs at least one token");
-    check(query_starts.shape(0) == static_cast<std::size_t>(num_sequences) + 1 &&
-              table_starts.shape(0) == static_cast<std::size_t>(num_sequences) + 1,
-          "query_starts and table_starts must have one entry more than context_lens");
-    check(query_starts(0) == 0 && query_starts(num_sequences) == num_rows, "query_starts must run from 0 to the rows");
-    check(table_starts(0) == 0 && table_starts(num_sequences) == static_cast<std::int64_t>(block_ids.shape(0)),
-          "table_starts must run from 0 to the number of block ids");
-    for (int row = 0; row < num_rows; ++row) {
-      check(token_ids(row) >= 0 && token_ids(row) < shape_.vocab,
-            "token id " + std::to_string(token_ids(row)) + " is outside the vocabulary of " +
-                std::to_string(shape_.vocab));
-    }
     const auto num_blocks = static_cast<std::int64_t>(arena.shape(0));
-    for (std::size_t i = 0; i < block_ids.shape(0); ++i) {
-      check(block_ids(i) >= 0 && block_ids(i) < num_blocks,
-            "block id " + std::to_string(block_ids(i)) + " is outside the arena of " + std::to_string(num_blocks));
+    token_ids_.clear();
+    positions_.clear();
+    slots_.clear();
+    context_lens_.clear();
+    block_ids_.clear();
+    logit_rows_.clear();
+    query_starts_.assign(1, 0);
+    table_starts_.assign(1, 0);
+    for (const nb::handle item : sequences) {
+      add_sequence(nb::cast<nb::tuple>(item), block_size, num_blocks);
     }
-    positions_.resize(static_cast<std::size_t>(num_rows));
-    slots_.resize(static_cast<std::size_t>(num_rows));
-    for (int s = 0; s < num_sequences; ++s) {
-      const int first = query_starts(s);
-      const int count = query_starts(s + 1) - first;
-      const int start = context_lens(s) - count;
-      check(count >= 1 && start >= 0, "a sequence's context must hold at least its own rows");
-      const std::int64_t covered = static_cast<std::int64_t>(table_starts(s + 1) - table_starts(s)) * block_size;
-      check(table_starts(s) <= table_starts(s + 1) && context_lens(s) <= covered,
-            "a block table is too short for its context of " + std::to_string(context_lens(s)));
-      for (int i = 0; i < count; ++i) {
-        const int position = start + i;
-        positions_[static_cast<std::size_t>(first + i)] = position;
-        slots_[static_cast<std::size_t>(first + i)] =
-            static_cast<std::int64_t>(block_ids(table_starts(s) + position / block_size)) * block_size +
-            position % block_size;
-      }
-    }
-    for (int i = 0; i < num_logits; ++i) {
-      check(logit_rows(i) >= 0 && logit_rows(i) < num_rows && (i == 0 || logit_rows(i) > logit_rows(i - 1)),
-            "logit_rows must ascend within the rows of the step");
-    }
-    check(logits.shape(0) >= static_cast<std::size_t>(num_logits) &&
-              logits.shape(1) == static_cast<std::size_t>(shape_.vocab),
+    const int num_rows = query_starts_.back();
+    const auto num_logits = static_cast<int>(logit_rows_.size());
+    check(num_rows >= 1, "a step needs at least one token");
+    check(logits.shape(0) >= logit_rows_.size() && logits.shape(1) == static_cast<std::size_t>(shape_.vocab),
           "logits must be (at least as many rows as asked for, vocab)");
-    best_.resize(static_cast<std::size_t>(num_logits));
+    best_.resize(logit_rows_.size());
     is_finite_.assign(static_cast<std::size_t>(num_rows), 1);
-    const StepInputs inputs = {
-        {num_sequences, query_starts.data(), context_lens.data(), table_starts.data(), block_ids.data()},
-        num_rows,
-        token_ids.data(),
-        positions_.data(),
-        slots_.data(),
-        arena.data(),
-        layout,
-        num_logits,
-        logit_rows.data()};
+    const StepInputs inputs = {{static_cast<int>(context_lens_.size()), query_starts_.data(), context_lens_.data(),
+                                table_starts_.data(), block_ids_.data()},
+                               num_rows,
+                               token_ids_.data(),
+                               positions_.data(),
+                               slots_.data(),
+                               arena.data(),
+                               layout,
+                               num_logits,
+                               logit_rows_.data()};
     {
       const nb::gil_scoped_release release;
       model_->step(pool, inputs, {logits.data(), best_.data(), is_finite_.data()});
@@ -166,6 +140,48 @@ class BoundModel {
   }
 
  private:
+  void add_sequence(const nb::tuple& sequence, int block_size, std::int64_t num_blocks) {
+    check(sequence.size() == 4, "a sequence is (start, token ids, block table, number of logits)");
+    const auto start = nb::cast<std::int64_t>(sequence[0]);
+    const nb::tuple tokens = nb::cast<nb::tuple>(sequence[1]);
+    const nb::tuple table = nb::cast<nb::tuple>(sequence[2]);
+    const auto count = static_cast<std::int64_t>(tokens.size());
+    const std::int64_t context_len = start + count;
+    check(count >= 1 && start >= 0, "a sequence needs at least one token, at position 0 or later");
+    check(context_len <= std::int64_t{1} << 30, "a context is longer than 2^30 positions");
+    const std::int64_t needed = ceil_div(context_len, std::int64_t{block_size});
+    if (needed > static_cast<std::int64_t>(table.size())) {
+      refuse("a block table is too short for its context of " + std::to_string(context_len));
+    }
+    const std::size_t first_block = block_ids_.size();
+    for (std::int64_t i = 0; i < needed; ++i) {
+      const auto block = nb::cast<std::int64_t>(table[static_cast<std::size_t>(i)]);
+      if (block < 0 || block >= num_blocks) {
+        refuse("block id " + std::to_string(block) + " is outside the arena of " + std::to_string(num_blocks));
+      }
+      block_ids_.push_back(static_cast<std::int32_t>(block));
+    }
+    for (std::int64_t i = 0; i < count; ++i) {
+      const auto token = nb::cast<std::int64_t>(tokens[static_cast<std::size_t>(i)]);
+      if (token < 0 || token >= shape_.vocab) {
+        refuse("token id " + std::to_string(token) + " is outside the vocabulary of " + std::to_string(shape_.vocab));
+      }
+      const std::int64_t position = start + i;
+      const std::int64_t block = block_ids_[first_block + static_cast<std::size_t>(position / block_size)];
+      token_ids_.push_back(token);
+      positions_.push_back(static_cast<std::int32_t>(position));
+      slots_.push_back(block * block_size + position % block_size);
+    }
+    context_lens_.push_back(static_cast<std::int32_t>(context_len));
+    query_starts_.push_back(static_cast<std::int32_t>(token_ids_.size()));
+    table_starts_.push_back(static_cast<std::int32_t>(block_ids_.size()));
+    const auto wanted = nb::cast<std::int64_t>(sequence[3]);
+    check(wanted >= 0 && wanted <= count, "a sequence can have the logits of its own tokens only");
+    for (std::int64_t row = query_starts_.back() - wanted; row < query_starts_.back(); ++row) {
+      logit_rows_.push_back(static_cast<std::int32_t>(row));
+    }
+  }
+
   KvLayout layout_of(const MutableArray<std::uint8_t, 2>& arena, const std::string& codec, int block_size) const {
     check(codec == "raw16" || codec == "int8", "the codec must be raw16 or int8, received '" + codec + "'");
     check(block_size >= 1, "block_size must be at least 1");
@@ -173,9 +189,10 @@ class BoundModel {
     const int row_bytes = kv_row_bytes(kind, shape_.head_dim);
     const std::int64_t block_bytes =
         2LL * num_layers_ * shape_.num_kv_heads * block_size * static_cast<std::int64_t>(row_bytes);
-    check(static_cast<std::int64_t>(arena.shape(1)) == block_bytes,
-          "a block of this model takes " + std::to_string(block_bytes) + " bytes, the arena has blocks of " +
-              std::to_string(arena.shape(1)));
+    if (static_cast<std::int64_t>(arena.shape(1)) != block_bytes) {
+      refuse("a block of this model takes " + std::to_string(block_bytes) + " bytes, the arena has blocks of " +
+             std::to_string(arena.shape(1)));
+    }
     return {kind, shape_.num_kv_heads, block_size, shape_.head_dim, row_bytes, block_bytes};
   }
 
@@ -233,6 +250,13 @@ class BoundModel {
   int num_layers_ = 0;
   nb::list keep_;
   std::unique_ptr<Model> model_;
+  // The arrays of a step, kept so that the next one allocates nothing.
+  std::vector<std::int64_t> token_ids_;
+  std::vector<std::int32_t> query_starts_;
+  std::vector<std::int32_t> context_lens_;
+  std::vector<std::int32_t> table_starts_;
+  std::vector<std::int32_t> block_ids_;
+  std::vector<std::int32_t> logit_rows_;
   std::vector<std::int32_t> positions_;
   std::vector<std::int64_t> slots_;
   std::vector<BestToken> best_;
@@ -249,8 +273,7 @@ void bind_model(nb::module_& module) {
            nb::arg("head"))
       .def("phase_ns", &BoundModel::phase_ns)
       .def("step", &BoundModel::step, nb::arg("pool"), nb::arg("arena"), nb::arg("codec"), nb::arg("block_size"),
-           nb::arg("token_ids"), nb::arg("query_starts"), nb::arg("context_lens"), nb::arg("table_starts"),
-           nb::arg("block_ids"), nb::arg("logit_rows"), nb::arg("logits"));
+           nb::arg("sequences"), nb::arg("logits"));
 }
 
 }  // namespace kvist

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <map>
+#include <tuple>
 #include <utility>
 
 #include "aligned.h"
@@ -110,7 +111,28 @@ Model::Model(const ModelShape& shape, std::vector<RotarySpec> ropes, ModelWeight
       ropes_(std::move(ropes)),
       weights_(std::move(weights)),
       isa_(isa),
-      buffers_(std::make_unique<Buffers>()) {}
+      buffers_(std::make_unique<Buffers>()) {
+  const auto add = [&](const PackedLinear& linear) {
+    const LinearShape& shape = linear.shape;
+    const bool is_known = std::ranges::any_of(linear_shapes_, [&](const LinearShape& other) {
+      return std::tie(other.kind, other.num_outputs, other.num_inputs, other.group, other.gate) ==
+             std::tie(shape.kind, shape.num_outputs, shape.num_inputs, shape.group, shape.gate);
+    });
+    if (!is_known) {
+      linear_shapes_.push_back(shape);
+    }
+  };
+  for (const LayerWeights& layer : weights_.layers) {
+    add(layer.qkv);
+    add(layer.output);
+    add(layer.gate_up);
+    add(layer.down);
+    if (std::ranges::find(windows_, layer.window) == windows_.end()) {
+      windows_.push_back(layer.window);
+    }
+  }
+  add(weights_.head);
+}
 
 Model::~Model() = default;
 
@@ -148,28 +170,21 @@ Model::Run::Run(Model& model, Pool& pool, const StepInputs& inputs, const StepOu
   std::size_t activations = 0;
   std::size_t own_activations = 0;
   std::size_t scratch = 0;
-  const auto measure = [&](const PackedLinear& linear) {
-    activations = std::max(activations, linear_.activation_bytes(linear.shape, inputs.num_rows));
-    own_activations = std::max(own_activations, linear_.activation_bytes(linear.shape, kOwnRows));
+  for (const LinearShape& linear : model.linear_shapes_) {
+    activations = std::max(activations, linear_.activation_bytes(linear, inputs.num_rows));
+    own_activations = std::max(own_activations, linear_.activation_bytes(linear, kOwnRows));
     for (const int count : {inputs.num_rows, std::max(1, inputs.num_logits)}) {
-      scratch = std::max(scratch, linear_.scratch_bytes(linear.shape, count));
-    }
-  };
-  for (const LayerWeights& layer : model.weights_.layers) {
-    measure(layer.qkv);
-    measure(layer.output);
-    measure(layer.gate_up);
-    measure(layer.down);
-    if (!plans_.contains(layer.window)) {
-      const AttentionShape attention = {inputs.layout, shape_.num_heads, shape_.attention_scale,
-                                        shape_.attention_softcap, layer.window};
-      AttentionPlan& plan = b.plans[layer.window];
-      plan.assign(model.isa_, attention, inputs.batch, pool.num_threads());
-      plans_[layer.window] = &plan;
-      scratch = std::max(scratch, plan.scratch_bytes());
+      scratch = std::max(scratch, linear_.scratch_bytes(linear, count));
     }
   }
-  measure(model.weights_.head);
+  for (const int window : model.windows_) {
+    const AttentionShape attention = {inputs.layout, shape_.num_heads, shape_.attention_scale,
+                                      shape_.attention_softcap, window};
+    AttentionPlan& plan = b.plans[window];
+    plan.assign(model.isa_, attention, inputs.batch, pool.num_threads());
+    plans_[window] = &plan;
+    scratch = std::max(scratch, plan.scratch_bytes());
+  }
   b.activations.at_least(activations);
   if (b.threads.size() < static_cast<std::size_t>(pool.num_threads())) {
     b.threads.resize(static_cast<std::size_t>(pool.num_threads()));

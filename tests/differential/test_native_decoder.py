@@ -19,7 +19,7 @@ from kvist.kernels import native
 from kvist.model.decoder import Decoder
 from kvist.model.layout import EMBEDDING
 from kvist.model.loader import iterate_tensors
-from kvist.model.native_decoder import NativeDecoder, PackedWeights, StepArrays, pack_weights
+from kvist.model.native_decoder import NativeDecoder, PackedWeights, StepSequence, pack_weights
 from kvist.model.spec_readers import read_spec
 from kvist.spec import KVSpec
 from kvist.storage.arena import BlockArena
@@ -64,26 +64,17 @@ class NativeSteps:
         # Whatever was not written must not be read: bytes of 0xff are NaN in every codec.
         self.arena.slab.fill_(0xFF)
 
-    def run(
-        self, sequences: Sequence[Rows], logit_rows: Sequence[int] | None = None
-    ) -> torch.Tensor:
-        counts = [len(rows.token_ids) for rows in sequences]
-        lens = [rows.start + len(rows.token_ids) for rows in sequences]
-        tables = [
-            list(rows.table)[: -(-length // BLOCK_SIZE)]
-            for rows, length in zip(sequences, lens, strict=True)
-        ]
-        wanted = list(range(sum(counts))) if logit_rows is None else list(logit_rows)
-        arrays = StepArrays(
-            token_ids=np.array([token for rows in sequences for token in rows.token_ids], np.int64),
-            query_starts=np.cumsum([0, *counts], dtype=np.int32),
-            context_lens=np.array(lens, np.int32),
-            table_starts=np.cumsum([0, *map(len, tables)], dtype=np.int32),
-            block_ids=np.array([block for table in tables for block in table], np.int32),
-            logit_rows=np.array(wanted, np.int32),
+    def run(self, sequences: Sequence[Rows], num_logits: int | None = None) -> torch.Tensor:
+        """Return the logits of the last ``num_logits`` tokens of each sequence; None: of all."""
+        counts = [len(rows.token_ids) if num_logits is None else num_logits for rows in sequences]
+        scores = self._decoder.step(
+            [
+                StepSequence(rows.start, tuple(rows.token_ids), tuple(rows.table), count)
+                for rows, count in zip(sequences, counts, strict=True)
+            ],
+            self.arena,
         )
-        scores = self._decoder.step(arrays, self.arena)
-        logits = torch.from_numpy(scores.logits[: len(wanted)].copy())
+        logits = torch.from_numpy(scores.logits[: sum(counts)].copy())
         assert not scores.damaged_rows
         assert scores.best_ids == logits.argmax(-1).tolist()
         assert scores.best_logits == logits.max(-1).values.tolist()
@@ -143,7 +134,7 @@ def test_chunks_batches_and_chosen_rows_give_the_same_logits(checkpoint, isa):
     other = random_prompt(20, seed=5)
     # A prefill in three chunks, while another sequence is prefilled and then decodes beside it.
     first = steps.run([Rows(0, PROMPT[:7], [8, 3, 5]), Rows(0, other[:18], [1, 6])])
-    second = steps.run([Rows(18, other[18:19], [1, 6]), Rows(7, PROMPT[7:33], [8, 3, 5])], [0, 26])
+    second = steps.run([Rows(18, other[18:19], [1, 6]), Rows(7, PROMPT[7:33], [8, 3, 5])], 1)
     third = steps.run([Rows(33, PROMPT[33:], [8, 3, 5]), Rows(19, other[19:], [1, 6])])
     alone = NativeSteps(decoder, 2).run([Rows(0, other, [1, 0])])
     close = {"atol": 0.02, "rtol": 0}
@@ -156,7 +147,7 @@ def test_chunks_batches_and_chosen_rows_give_the_same_logits(checkpoint, isa):
 def test_a_step_without_wanted_rows_stores_k_and_v(checkpoint):
     decoder, _ = build(checkpoint, "int8")
     steps = NativeSteps(decoder, 3)
-    assert steps.run([Rows(0, PROMPT[:-1], [0, 1, 2])], []).shape[0] == 0
+    assert steps.run([Rows(0, PROMPT[:-1], [0, 1, 2])], 0).shape[0] == 0
     last = steps.run([Rows(len(PROMPT) - 1, PROMPT[-1:], [0, 1, 2])])
     whole = NativeSteps(decoder, 3).run([Rows(0, PROMPT, [0, 1, 2])])
     torch.testing.assert_close(last[0], whole[-1], atol=0.02, rtol=0)
@@ -180,37 +171,38 @@ def test_rows_that_write_no_finite_values_are_named(checkpoint):
     decoder = NativeDecoder(spec, packed, pool)
     steps = NativeSteps(decoder, 3)
     with pytest.raises(AssertionError, match="damaged_rows"):
-        steps.run([Rows(0, PROMPT[:8], [0])], [])
+        steps.run([Rows(0, PROMPT[:8], [0])], 0)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("sequences", "message"),
     [
-        ({"token_ids": np.array([160], np.int64)}, "token id 160"),
-        ({"token_ids": np.array([-1], np.int64)}, "token id -1"),
-        ({"block_ids": np.array([3], np.int32)}, "block id 3"),
-        ({"context_lens": np.array([17], np.int32)}, "too short"),
-        ({"context_lens": np.array([0], np.int32)}, "its own rows"),
-        ({"query_starts": np.array([0, 2], np.int32)}, "query_starts"),
-        ({"logit_rows": np.array([1], np.int32)}, "logit_rows"),
+        ([(0, (160,), (0,), 1)], "token id 160"),
+        ([(0, (5, -1), (0,), 1)], "token id -1"),
+        ([(0, (5,), (3,), 1)], "block id 3"),
+        ([(0, (5,), (-1,), 1)], "block id -1"),
+        ([(0, (5,), (0,), 1), (15, (5, 5), (1,), 1)], "too short for its context of 17"),
+        ([(2**30, (5,), (0,), 1)], "longer than"),
+        ([(-1, (5,), (0,), 1)], "position 0 or later"),
+        ([(0, (), (0,), 0)], "at least one token"),
+        ([(0, (5,), (0,), 2)], "logits of its own tokens"),
+        ([(0, (5,), (0,))], "number of logits"),
+        ([], "at least one token"),
     ],
 )
-def test_arrays_that_do_not_fit_are_refused(changes, message, tmp_path):
+def test_sequences_that_do_not_fit_are_refused(sequences, message, tmp_path):
     folder = save(build_reference(TINY_MODELS[0]), tmp_path)
     spec = read_spec(folder)
     pool = native.extension().Pool(1)
-    steps = NativeSteps(
-        NativeDecoder(spec, pack_weights(spec, iterate_tensors(folder, spec), "int8", pool), pool),
-        3,
-    )
-    arrays = {
-        "token_ids": np.array([5], np.int64),
-        "query_starts": np.array([0, 1], np.int32),
-        "context_lens": np.array([1], np.int32),
-        "table_starts": np.array([0, 1], np.int32),
-        "block_ids": np.array([0], np.int32),
-        "logit_rows": np.array([0], np.int32),
-    }
-    steps._decoder.step(StepArrays(**arrays), steps.arena)
+    weights = pack_weights(spec, iterate_tensors(folder, spec), "int8", pool)
+    steps = NativeSteps(NativeDecoder(spec, weights, pool), 3)
+    logits = np.empty((4, 160), np.float32)
+
+    def step(sequences):
+        return steps._decoder._model.step(
+            pool, steps.arena.slab.numpy(), "raw16", BLOCK_SIZE, sequences, logits
+        )
+
+    assert len(step([(0, (5,), (0,), 1)])[0]) == 1
     with pytest.raises(ValueError, match=message):
-        steps._decoder.step(StepArrays(**{**arrays, **changes}), steps.arena)
+        step(sequences)

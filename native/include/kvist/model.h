@@ -104,6 +104,8 @@ class Model {
   std::vector<RotarySpec> ropes_;
   ModelWeights weights_;
   Isa isa_;
+  std::vector<LinearShape> linear_shapes_;  // those that occur, each once
+  std::vector<int> windows_;                // likewise
   std::unique_ptr<Buffers> buffers_;
   std::array<std::int64_t, static_cast<std::size_t>(Phase::kCount)> phase_ns_{};
 };

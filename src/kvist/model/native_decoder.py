@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -57,22 +57,17 @@ class StepScores:
     """Rows of the step, of all T, that wrote a K or V value that is infinite or no number."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepArrays:
-    """The tokens of a step, sequence by sequence; every array is contiguous."""
+class StepSequence(NamedTuple):
+    """The tokens of one sequence in a step."""
 
-    token_ids: NDArray[np.int64]
-    """(T,)"""
-    query_starts: NDArray[np.int32]
-    """(sequences + 1,) first row of each sequence, then T."""
-    context_lens: NDArray[np.int32]
-    """(sequences,) positions that have K and V once the step's own are written."""
-    table_starts: NDArray[np.int32]
-    """(sequences + 1,) where each block table starts in ``block_ids``."""
-    block_ids: NDArray[np.int32]
-    """The block tables one after the other."""
-    logit_rows: NDArray[np.int32]
-    """(S,) ascending rows whose logits are asked for."""
+    start: int
+    """Position of the first of them; what is before is in the blocks already."""
+    token_ids: tuple[int, ...]
+    """At least one."""
+    block_table: tuple[int, ...]
+    """Blocks of the sequence in order; covers start + len(token_ids) positions."""
+    num_logits: int
+    """Of how many of the last tokens the logits are asked for."""
 
 
 class NativeDecoder:
@@ -127,15 +122,19 @@ class NativeDecoder:
         """Return the time spent in each phase of the steps so far, waiting for other threads included."""
         return {name: ns / 1e9 for name, ns in self._model.phase_ns().items()}
 
-    def step(self, arrays: StepArrays, arena: BlockArena) -> StepScores:
+    def step(self, sequences: list[StepSequence], arena: BlockArena) -> StepScores:
         """Compute the step's tokens, store their K and V, and score the rows asked for.
 
+        Args:
+            sequences: At least one; their rows follow each other in this order.
+            arena: The blocks that the tables name.
+
         Raises:
-            ValueError: A token, a block or a row is outside its range; nothing was computed.
+            ValueError: A token, a block or a count is outside its range; nothing was computed.
 
         Mutates: The slots of the step's tokens in every layer of the arena.
         """
-        num_logits = len(arrays.logit_rows)
+        num_logits = sum(sequence.num_logits for sequence in sequences)
         if num_logits > len(self._logits):
             self._logits = np.empty((num_logits, self.spec.vocab_size), np.float32)
         best_logits, best_ids, damaged_rows = self._model.step(
@@ -143,12 +142,7 @@ class NativeDecoder:
             arena.slab.numpy(),
             arena.kv_spec.codec,
             arena.kv_spec.block_size,
-            arrays.token_ids,
-            arrays.query_starts,
-            arrays.context_lens,
-            arrays.table_starts,
-            arrays.block_ids,
-            arrays.logit_rows,
+            sequences,
             self._logits,
         )
         return StepScores(

@@ -1,17 +1,15 @@
 """From a plan to its result on the native plane: the same contract as ``runner.ModelRunner``, one call a step.
 
-Responsible for flattening a plan into arrays and for sampling from what comes back. Keeps nothing between steps.
+Responsible for handing a plan's sequences to the decoder and for sampling from what comes back. Keeps nothing between
+steps.
 """
 
 from __future__ import annotations
 
 import time
-from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-
-from kvist.model.native_decoder import StepArrays
+from kvist.model.native_decoder import StepSequence
 from kvist.runner.sampler import SampleFailure, sample_rows
 from kvist.sched.output import StepResult
 
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 class Decoder(Protocol):
     """The model, as this runner sees it."""
 
-    def step(self, arrays: StepArrays, arena: BlockArena) -> StepScores:
+    def step(self, sequences: list[StepSequence], arena: BlockArena) -> StepScores:
         """Compute the step's tokens, store their K and V, and score the rows asked for."""
         ...
 
@@ -51,9 +49,19 @@ class NativeRunner:
         for copy in plan.copies:
             self._arena.copy(copy.source, copy.target, copy.num_tokens)
         sequences = plan.sequences
-        arrays = _flatten(sequences, self._arena.kv_spec.block_size)
-        scores = self._decoder.step(arrays, self._arena)
         sampled = [sequence for sequence in sequences if sequence.sample is not None]
+        scores = self._decoder.step(
+            [
+                StepSequence(
+                    sequence.start,
+                    sequence.token_ids,
+                    sequence.block_table,
+                    0 if sequence.sample is None else 1,
+                )
+                for sequence in sequences
+            ],
+            self._arena,
+        )
         started_ns = time.perf_counter_ns()
         outcomes = sample_rows(
             scores.logits,
@@ -63,7 +71,7 @@ class NativeRunner:
         )
         sample_ns = time.perf_counter_ns() - started_ns
         samples: dict[RequestId, SampledToken] = {}
-        failed = _damaged(sequences, arrays, scores.damaged_rows)
+        failed = _damaged(sequences, scores.damaged_rows)
         for sequence, outcome in zip(sampled, outcomes, strict=True):
             if sequence.request_id in failed:
                 continue
@@ -76,46 +84,18 @@ class NativeRunner:
         )
 
 
-def _flatten(sequences: tuple[ScheduledSequence, ...], block_size: int) -> StepArrays:
-    num_tokens = [len(sequence.token_ids) for sequence in sequences]
-    query_starts = [0, *accumulate(num_tokens)]
-    context_lens = [
-        sequence.start + count for sequence, count in zip(sequences, num_tokens, strict=True)
-    ]
-    num_blocks = [-(-context_len // block_size) for context_len in context_lens]
-    blocks = chain.from_iterable(
-        sequence.block_table[:count] for sequence, count in zip(sequences, num_blocks, strict=True)
-    )
-    # The row of a sequence's last token is the one before the next sequence's first.
-    logit_rows = [
-        stop - 1
-        for sequence, stop in zip(sequences, query_starts[1:], strict=True)
-        if sequence.sample is not None
-    ]
-    return StepArrays(
-        token_ids=np.fromiter(
-            chain.from_iterable(sequence.token_ids for sequence in sequences),
-            np.int64,
-            query_starts[-1],
-        ),
-        query_starts=np.array(query_starts, np.int32),
-        context_lens=np.array(context_lens, np.int32),
-        table_starts=np.array([0, *accumulate(num_blocks)], np.int32),
-        block_ids=np.fromiter(blocks, np.int32, sum(num_blocks)),
-        logit_rows=np.array(logit_rows, np.int32),
-    )
-
-
-def _damaged(
-    sequences: tuple[ScheduledSequence, ...], arrays: StepArrays, rows: list[int]
-) -> dict[RequestId, str]:
+def _damaged(sequences: tuple[ScheduledSequence, ...], rows: list[int]) -> dict[RequestId, str]:
     """Return a message for each sequence that wrote K or V values that are no finite numbers."""
-    owners = np.searchsorted(arrays.query_starts, rows, side="right") - 1
-    return {
-        sequences[
-            owner
-        ].request_id: "[runner] expected finite K and V, received others at position "
-        f"{sequences[owner].start + row - int(arrays.query_starts[owner])} (request {sequences[owner].request_id}); "
-        "the weights or the KV blocks are damaged"
-        for owner, row in zip(reversed(owners.tolist()), reversed(rows), strict=True)
-    }
+    messages: dict[RequestId, str] = {}
+    if not rows:
+        return messages
+    first_row = 0
+    for sequence in sequences:
+        own = [row - first_row for row in rows if 0 <= row - first_row < len(sequence.token_ids)]
+        if own:
+            messages[sequence.request_id] = (
+                f"[runner] expected finite K and V, received others at position {sequence.start + own[0]} "
+                f"(request {sequence.request_id}); the weights or the KV blocks are damaged"
+            )
+        first_row += len(sequence.token_ids)
+    return messages

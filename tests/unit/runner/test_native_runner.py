@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kvist.model.native_decoder import StepArrays, StepScores
+from kvist.model.native_decoder import StepScores, StepSequence
 from kvist.runner.native_runner import NativeRunner
 from kvist.sched.output import BlockCopy, SampleSpec, ScheduledSequence, StepPlan
 from kvist.spec import KVSpec
@@ -24,14 +24,15 @@ class ScoreDecoder:
     """Scores token ``(3 * token) % VOCAB_SIZE`` best after each token; reports the rows it is told to."""
 
     def __init__(self) -> None:
-        self.arrays: list[StepArrays] = []
+        self.steps: list[list[StepSequence]] = []
         self.blocks: list[torch.Tensor] = []
         self.damaged_rows: list[int] = []
 
-    def step(self, arrays: StepArrays, arena: BlockArena) -> StepScores:
-        self.arrays.append(arrays)
+    def step(self, sequences: list[StepSequence], arena: BlockArena) -> StepScores:
+        self.steps.append(sequences)
         self.blocks.append(arena.slab.clone())
-        best = 3 * arrays.token_ids[arrays.logit_rows] % VOCAB_SIZE
+        last = [sequence.token_ids[-1] for sequence in sequences if sequence.num_logits]
+        best = 3 * np.array(last, np.int64) % VOCAB_SIZE
         # More rows than were asked for: the buffer is kept from larger steps.
         logits = np.zeros((len(best) + 2, VOCAB_SIZE), np.float32)
         logits[np.arange(len(best)), best] = 2.0
@@ -64,7 +65,7 @@ def make_runner() -> tuple[NativeRunner, ScoreDecoder, BlockArena]:
     return NativeRunner(decoder, arena), decoder, arena
 
 
-def test_inputs_are_flattened_in_plan_order() -> None:
+def test_sequences_are_handed_over_in_plan_order() -> None:
     runner, decoder, _ = make_runner()
     result = runner.run(
         plan(
@@ -73,24 +74,16 @@ def test_inputs_are_flattened_in_plan_order() -> None:
             sequence("c", 3, [6], [8]),
         )
     )
-    arrays = decoder.arrays[-1]
-    assert arrays.token_ids.tolist() == [3, 5, 4, 4, 4, 4, 4, 6]
-    assert arrays.query_starts.tolist() == [0, 2, 7, 8]
-    assert arrays.context_lens.tolist() == [11, 5, 4]
-    # Block 11 lies behind the last position of its sequence.
-    assert arrays.block_ids.tolist() == [7, 2, 9, 0, 5, 8]
-    assert arrays.table_starts.tolist() == [0, 3, 5, 6]
-    assert arrays.logit_rows.tolist() == [1, 7]
+    assert decoder.steps == [
+        [
+            (9, (3, 5), (7, 2, 9, 11), 1),
+            (0, (4, 4, 4, 4, 4), (0, 5), 0),
+            (3, (6,), (8,), 1),
+        ]
+    ]
     assert result.step_index == 3
     assert {name: token.token_id for name, token in result.samples.items()} == {"a": 15, "c": 1}
     assert result.failed == {}
-
-
-def test_a_step_without_samples_asks_for_no_logits() -> None:
-    runner, decoder, _ = make_runner()
-    result = runner.run(plan(sequence("a", 0, [1, 2, 3], [7], None)))
-    assert result.samples == {}
-    assert decoder.arrays[-1].logit_rows.tolist() == []
 
 
 def test_rows_that_are_not_plain_are_sampled_from_their_logits() -> None:
