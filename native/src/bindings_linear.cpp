@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <new>
 #include <optional>
@@ -102,6 +103,14 @@ void pack_matrix(OwnedLinear* self, const FloatMatrix& weights, const std::strin
     const int results = num_results(shape);
     const int step = round_up(16, kernels.pack_step);
     pool.run([&](Worker& worker) {
+      // The same weights give the same bytes, padding included.
+      constexpr std::size_t kPiece = std::size_t{1} << 20;
+      const auto pieces = static_cast<int>(ceil_div(bytes, kPiece));
+      for (int piece = worker.claim(pieces); piece >= 0; piece = worker.claim(pieces)) {
+        const std::size_t start = static_cast<std::size_t>(piece) * kPiece;
+        std::memset(memory->data() + start, 0, std::min(kPiece, bytes - start));
+      }
+      worker.barrier();
       const int items = ceil_div(results, step);
       for (int item = worker.claim(items); item >= 0; item = worker.claim(items)) {
         kernels.pack(shape, weights.data(), item * step, std::min(results, (item + 1) * step), memory->data());
@@ -116,7 +125,7 @@ OwnedLinear from_data(std::size_t outputs, std::size_t inputs, const std::string
                       const std::string& gate, nb::object array) {
   const LinearShape shape = make_shape(outputs, inputs, kind, group, gate);
   const LinearKernels& kernels = linear_kernels(current_isa());
-  const auto data = nb::cast<Bytes>(array);
+  const auto data = nb::cast<Bytes>(array, false);
   const std::size_t bytes = kernels.packed_bytes(shape);
   if (data.shape(0) != bytes) {
     refuse("packed " + kind + " weights (" + std::to_string(outputs) + ", " + std::to_string(inputs) + ") of layout " +
@@ -271,7 +280,7 @@ void bind_linear(nb::module_& module) {
   module.def("linear_layout", [] { return std::string(linear_kernels(current_isa()).layout); },
              "Names how the current instruction set lays packed weights out.");
   nb::class_<OwnedLinear>(module, "PackedLinear")
-      .def("__init__", pack_matrix, nb::arg("weights"), nb::arg("kind"), nb::arg("group"), nb::arg("gate"),
+      .def("__init__", pack_matrix, nb::arg("weights").noconvert(), nb::arg("kind"), nb::arg("group"), nb::arg("gate"),
            nb::arg("pool"), "Packs (N, K) float32 weights for the current instruction set.")
       .def_static("from_data", from_data, nb::arg("num_outputs"), nb::arg("num_inputs"), nb::arg("kind"),
                   nb::arg("group"), nb::arg("gate"), nb::arg("data"),
@@ -297,8 +306,8 @@ void bind_linear(nb::module_& module) {
              return out;
            },
            "The values that the packed weights stand for, (N, K) float32.");
-  module.def("linear", linear, nb::arg("pool"), nb::arg("weights"), nb::arg("x"), nb::arg("bias").none() = nb::none(),
-             nb::arg("residual").none() = nb::none(), nb::arg("out").none() = nb::none(),
+  module.def("linear", linear, nb::arg("pool"), nb::arg("weights"), nb::arg("x").noconvert(),
+             nb::arg("bias").noconvert().none() = nb::none(), nb::arg("residual").noconvert().none() = nb::none(), nb::arg("out").none() = nb::none(),
              "One linear layer: (T, K) float32 to (T, N), or (T, N / 2) with a gate.");
   module.def("time_linear", time_linear, nb::arg("pool"), nb::arg("matrices"), nb::arg("rows"), nb::arg("repeats"),
              "Seconds per call, measured without Python in between.");

@@ -167,25 +167,38 @@ static KVIST_INLINE __m256 activate(Gate gate, __m256 x) {
   return gate == Gate::kSilu ? silu(x) : gate == Gate::kGeluTanh ? gelu_tanh(x) : gelu(x);
 }
 
-// Finishes one panel for the rows [first, last): `load(r, low, high)` gives the scaled sums of row r.
-template <typename Load>
-static KVIST_INLINE void finish_panel(const PackedLinear& linear, int panel, Range rows, const Epilogue& epilogue,
-                                      Load&& load) {
+// Some lanes of a vector. Masked stores are slow where they are microcoded, so whole vectors do without.
+template <bool kWhole>
+static KVIST_INLINE __m256 load_lanes(const float* from, __m256i mask) {
+  return kWhole ? _mm256_loadu_ps(from) : _mm256_maskload_ps(from, mask);
+}
+
+template <bool kWhole>
+static KVIST_INLINE void store_lanes(float* to, __m256i mask, __m256 value) {
+  if constexpr (kWhole) {
+    _mm256_storeu_ps(to, value);
+  } else {
+    _mm256_maskstore_ps(to, mask, value);
+  }
+}
+
+template <bool kWhole, typename Load>
+static KVIST_INLINE void finish_rows(const PackedLinear& linear, int n, Range rows, const Epilogue& epilogue,
+                                     Load&& load) {
   const LinearShape& shape = linear.shape;
   const bool gated = shape.gate != Gate::kNone;
   const int results = num_results(shape);
-  const int n = panel * panel_results(shape);
   const int left = results - n;
   const __m256i low_mask = lane_mask(left > 8 ? 8 : left);
   const __m256i high_mask = gated ? low_mask : lane_mask(left > 16 ? 8 : left > 8 ? left - 8 : 0);
-  // Masked lanes are never touched; a half that is masked whole may lie beyond the row.
-  const bool has_high = gated || left > 8;
+  // A half that is masked whole may lie beyond the row.
+  const bool has_high = kWhole || gated || left > 8;
   __m256 low_bias = _mm256_setzero_ps();
   __m256 high_bias = _mm256_setzero_ps();
   if (linear.bias != nullptr) {
-    low_bias = _mm256_maskload_ps(linear.bias + n, low_mask);
+    low_bias = load_lanes<kWhole>(linear.bias + n, low_mask);
     if (has_high) {
-      high_bias = _mm256_maskload_ps(linear.bias + n + (gated ? results : 8), high_mask);
+      high_bias = load_lanes<kWhole>(linear.bias + n + (gated ? results : 8), high_mask);
     }
   }
   for (int r = rows.first; r < rows.last; ++r) {
@@ -195,20 +208,33 @@ static KVIST_INLINE void finish_panel(const PackedLinear& linear, int panel, Ran
     low = _mm256_add_ps(low, low_bias);
     high = _mm256_add_ps(high, high_bias);
     float* out = epilogue.out + r * epilogue.out_stride + n;
-    const float* residual = epilogue.residual != nullptr ? epilogue.residual + r * epilogue.residual_stride + n : nullptr;
+    const float* residual =
+        epilogue.residual != nullptr ? epilogue.residual + r * epilogue.residual_stride + n : nullptr;
     if (gated) {
       low = _mm256_mul_ps(activate(shape.gate, low), high);
     }
     if (residual != nullptr) {
-      low = _mm256_add_ps(low, _mm256_maskload_ps(residual, low_mask));
+      low = _mm256_add_ps(low, load_lanes<kWhole>(residual, low_mask));
     }
-    _mm256_maskstore_ps(out, low_mask, low);
+    store_lanes<kWhole>(out, low_mask, low);
     if (!gated && has_high) {
       if (residual != nullptr) {
-        high = _mm256_add_ps(high, _mm256_maskload_ps(residual + 8, high_mask));
+        high = _mm256_add_ps(high, load_lanes<kWhole>(residual + 8, high_mask));
       }
-      _mm256_maskstore_ps(out + 8, high_mask, high);
+      store_lanes<kWhole>(out + 8, high_mask, high);
     }
+  }
+}
+
+// Finishes one panel for the rows [first, last): `load(r, low, high)` gives the scaled sums of row r.
+template <typename Load>
+static KVIST_INLINE void finish_panel(const PackedLinear& linear, int panel, Range rows, const Epilogue& epilogue,
+                                      Load&& load) {
+  const int n = panel * panel_results(linear.shape);
+  if (num_results(linear.shape) - n >= panel_results(linear.shape)) {
+    finish_rows<true>(linear, n, rows, epilogue, load);
+  } else {
+    finish_rows<false>(linear, n, rows, epilogue, load);
   }
 }
 

@@ -249,7 +249,7 @@ float activate(Gate gate, float x) {
     case Gate::kSilu:
       return x / (1.0f + std::exp(-x));
     case Gate::kGeluTanh:
-      return 0.5f * x * (1.0f + std::tanh(0.7978845608f * (x + 0.044715f * x * x * x)));
+      return x / (1.0f + std::exp(-2.0f * 0.7978845608f * (x + 0.044715f * x * x * x)));
     case Gate::kGelu:
       return 0.5f * x * std::erfc(-0.7071067812f * x);
     case Gate::kNone:
