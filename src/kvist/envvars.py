@@ -5,6 +5,8 @@ import, so tests and embedding programs may set variables at any time.
 
     KVIST_MODELS      folder of pulled models; default: <cache>/kvist/models
     XDG_CACHE_HOME    the user's cache folder; default: ~/.cache
+    KVIST_ISA         instruction set of the native kernels, for tests and bug reports; read by the extension itself,
+                      at the first kernel; default: the best that the CPU has
 
 ``HF_TOKEN``, ``HF_ENDPOINT`` and their kin are read by huggingface-hub, pip's variables by pip.
 """
@@ -37,6 +39,15 @@ def models_folder() -> Path:
             f"[environment] KVIST_MODELS must name a folder, received {value!r}, which is a file"
         )
     return folder
+
+
+def packed_folder() -> Path:
+    """Return the absolute path of the folder for packed weights of models that lie in folders not to be written to.
+
+    Raises:
+        ConfigError: XDG_CACHE_HOME is relative, or it is not set and there is no home folder.
+    """
+    return _cache_folder() / "kvist" / "packed"
 
 
 def child_environment(**changes: str) -> dict[str, str]:
