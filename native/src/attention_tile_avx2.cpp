@@ -27,6 +27,12 @@ constexpr int kQueryLimit13 = 8191;
 constexpr int kQueryLimit15 = 32767;
 constexpr int kKeyLimit = 4095;
 constexpr int kValueLimit = 4095;
+// Steps of a product in a row. Checks of every access would make the compiler take minutes over more than one.
+#if defined(__SANITIZE_ADDRESS__)
+constexpr int kSteps = 1;
+#else
+constexpr int kSteps = 4;
+#endif
 // Of a score in natural units, one standard deviation: it moves a weight by this fraction.
 constexpr float kMaxScoreError = 4e-3F;
 
@@ -241,7 +247,7 @@ void pack_values_int8(const std::uint8_t* const* rows, int count, int padded, st
 
 // kRows rows of pairs against 16 columns of pairs, [pairs][16][2]; `finish(row, column / 8, sums)` takes the sums. Each
 // step loads 2 vectors and broadcasts kRows pairs for 2 * kRows products; the sums stay in registers. The number of
-// pairs is a multiple of 4.
+// pairs is a multiple of kSteps.
 template <int kRows, typename Finish>
 [[gnu::always_inline]] inline void multiply(const std::int16_t* rows, std::ptrdiff_t stride,
                                             const std::int16_t* columns, int pairs, Finish&& finish) {
@@ -263,11 +269,9 @@ template <int kRows, typename Finish>
     });
   };
   step(0, std::true_type{});
-  step(1, std::false_type{});
-  step(2, std::false_type{});
-  step(3, std::false_type{});
-  for (int p = 4; p < pairs; p += 4) {
-    unroll<4>([&](auto i) __attribute__((always_inline)) { step(p + i(), std::false_type{}); });
+  unroll<kSteps - 1>([&](auto i) __attribute__((always_inline)) { step(1 + i(), std::false_type{}); });
+  for (int p = kSteps; p < pairs; p += kSteps) {
+    unroll<kSteps>([&](auto i) __attribute__((always_inline)) { step(p + i(), std::false_type{}); });
   }
   unroll<kRows>([&](auto r) __attribute__((always_inline)) {
     finish(r(), 0, sums[r()][0]);
