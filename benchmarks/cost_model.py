@@ -154,7 +154,9 @@ def main() -> int:
     arguments = parser.parse_args()
     resolved = catalog.resolve(arguments.model)
     spec = planning.read_spec(resolved.path)
-    config = EngineConfig.from_options(model=arguments.model, threads=arguments.threads)
+    config = EngineConfig.from_options(
+        model=arguments.model, dtype="float32", threads=arguments.threads
+    )
     hardware = planning.detect_hardware()
     plan = planning.resolve(config, spec, hardware)
     torch.set_num_threads(plan.threads)

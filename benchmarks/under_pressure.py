@@ -234,7 +234,7 @@ def main() -> int:  # noqa: PLR0915  # the order of a benchmark, top to bottom
     num_blocks = max(*footprints, int(arguments.fit * statistics.mean(footprints)))
     config = EngineConfig.from_options(
         model=arguments.model, block_size=arguments.block_size, max_batch_tokens=arguments.max_batch_tokens,
-        threads=arguments.threads,
+        threads=arguments.threads, dtype="float32",
     )  # fmt: skip
     plan = planning.resolve(config, spec, planning.detect_hardware())
     plan = dataclasses.replace(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvist.errors import ConfigError
-from kvist.spec import CODEC_BITS
+from kvist.spec import CODEC_BITS, DTYPE_BYTES, WEIGHT_BITS
 from kvist.typecheck import mismatch
 
 MAX_THREADS = 1024
@@ -41,8 +41,18 @@ class ModelConfig:
     model: str = option(
         "smollm2-135m", "known name (kvist pull --list), hub id, folder, or .gguf file"
     )
+    weights: str = option(
+        "auto",
+        "format of the weights in the native kernels; auto: int8, or torch where there are no such kernels",
+        choices=("auto", *WEIGHT_BITS),
+    )
     dtype: str = option(
-        "auto", "precision of weights and activations", choices=("auto", "float32", "bfloat16")
+        "auto",
+        "compute in torch instead, with weights and activations of this precision",
+        choices=("auto", *DTYPE_BYTES),
+    )
+    weight_cache: str = option(
+        "on", "keep packed weights on disk, so that the next start is fast", choices=("on", "off")
     )
     max_context: int | None = option(
         None, "tokens per request at most, prompt and output; default: the model's own limit"

@@ -142,6 +142,10 @@ def make_plan(**changes) -> EnginePlan:
     values = {
         "model": "fake",
         "vocab_size": VOCAB_SIZE,
+        "plane": "torch",
+        "isa": "",
+        "weights": "float32",
+        "weight_cache": False,
         "dtype": "float32",
         "codec": "float32",
         "block_size": 4,

@@ -20,9 +20,13 @@ from kvist.cache.manager import CacheManager
 from kvist.cache.namespaces import Namespace
 from kvist.engine.async_engine import AsyncEngine
 from kvist.engine.core import EngineCore
+from kvist.kernels import native
 from kvist.model import catalog
 from kvist.model.loader import load_decoder
+from kvist.model.native_decoder import NativeDecoder
+from kvist.model.native_loader import load_native_decoder
 from kvist.model.tokenizer import load_tokenizer
+from kvist.runner.native_runner import NativeRunner
 from kvist.runner.runner import ModelRunner
 from kvist.sched import policy
 from kvist.sched.scheduler import Scheduler
@@ -57,21 +61,34 @@ def build_engine(config: EngineConfig) -> AsyncEngine:
         dataclasses.replace(config, model=named), spec, planning.detect_hardware()
     )
     logger.info("[engine] %s", plan.one_line())
-    torch.set_num_threads(plan.threads)
     tokenizer = load_tokenizer(resolved.path)
-    decoder = load_decoder(resolved.path, spec, getattr(torch, plan.dtype))
-    core = assemble(plan, decoder, tokenizer, model_fingerprint(resolved.path, spec))
+    fingerprint = model_fingerprint(resolved.path, spec)
+    core = assemble(plan, _load(plan, resolved.path, spec, fingerprint), tokenizer, fingerprint)
     return AsyncEngine(core, tokenizer, plan)
 
 
+def _load(
+    plan: EnginePlan, path: Path, spec: ModelSpec, fingerprint: str
+) -> Decoder | NativeDecoder:
+    """Load the model for the plan's plane, and keep the other plane's threads from the CPUs."""
+    if plan.plane == "native":
+        torch.set_num_threads(1)
+        pool = native.extension().Pool(plan.threads)
+        return load_native_decoder(
+            path, spec, plan.weights, pool, fingerprint=fingerprint if plan.weight_cache else None
+        )
+    torch.set_num_threads(plan.threads)
+    return load_decoder(path, spec, getattr(torch, plan.dtype))
+
+
 def assemble(
-    plan: EnginePlan, decoder: Decoder, tokenizer: Tokenizer, fingerprint: str
+    plan: EnginePlan, decoder: Decoder | NativeDecoder, tokenizer: Tokenizer, fingerprint: str
 ) -> EngineCore:
     """Return the core that a plan describes, around a model that is loaded already.
 
     Args:
         plan: Its numbers are taken as they are.
-        decoder: Weights in ``plan.dtype``.
+        decoder: Weights in ``plan.weights``, of the plan's plane.
         tokenizer: The model's.
         fingerprint: Identity of the weights; cached blocks are never shared between different ones.
 
@@ -100,10 +117,14 @@ def assemble(
         max_overtakes=plan.max_overtakes,
     )
     return EngineCore(
-        namespace=Namespace(model=fingerprint, layout=f"{plan.dtype}/{plan.codec}"),
+        namespace=Namespace(model=fingerprint, layout=f"{plan.plane}/{plan.weights}/{plan.codec}"),
         manager=manager,
         scheduler=scheduler,
-        runner=ModelRunner(decoder, arena),
+        runner=(
+            NativeRunner(decoder, arena)
+            if isinstance(decoder, NativeDecoder)
+            else ModelRunner(decoder, arena)
+        ),
         tokenizer=tokenizer,
     )
 
