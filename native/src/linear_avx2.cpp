@@ -81,7 +81,7 @@ int num_items(const LinearShape& shape, int rows, int num_threads) {
 
 std::size_t scratch_bytes(const LinearShape&, int rows) {
   const auto block = static_cast<std::size_t>(rows < kRowBlock ? rows : kRowBlock);
-  return block * kItemPanels * kPanel * sizeof(float);
+  return block * kItemPanels * kPanel * sizeof(float) + kExpandedBytes;
 }
 
 void run(const PackedLinear& linear, const std::uint8_t* activations, int rows, int num_threads, int item,
@@ -102,7 +102,7 @@ void run(const PackedLinear& linear, const std::uint8_t* activations, int rows, 
 namespace kvist {
 
 const LinearKernels kLinearAvx2 = {
-    .layout = "avx2-2",
+    .layout = "avx2-3",
     .packed_bytes = avx2::packed_bytes,
     .pack = avx2::pack,
     .pack_step = avx2::kPanel,

@@ -23,6 +23,7 @@ inline constexpr int kTileRows = 6;
 inline constexpr int kRowBlock = 96;   // rows that share one read of the weights
 inline constexpr int kItemPanels = 8;  // of one item with more rows than a tile: their sums must stay cached
 inline constexpr int kCutBytes = 32768;
+inline constexpr int kExpandedBytes = 16384;  // int4 with many rows: a cut of a panel, expanded, in scratch
 // How far ahead a single tile fetches the weights it streams.
 inline constexpr int kAheadBytes = 2048;
 
@@ -62,10 +63,9 @@ static inline int padded_inputs(const LinearShape& shape) {
   return round_up(shape.num_inputs, 4);
 }
 
-// Activations: one float32 scale for each row; int4: for each row and group, what its sums start from; then the codes
-// (int8: 16 bits, int4: 8 bits, bf16: the float32 values), each row padded with zeros.
+// Activations: one float32 scale for each row (not int4), then the rows (int8: codes of 16 bits, bf16: the float32 values,
+// int4: see there), each padded with zeros.
 struct ActivationLayout {
-  std::size_t starts;
   std::size_t codes;
   std::size_t stride;  // bytes from one row to the next
   std::size_t total;
@@ -75,13 +75,14 @@ static inline ActivationLayout activation_layout(const LinearShape& shape, int r
   const auto count = static_cast<std::size_t>(rows);
   const std::size_t size = shape.kind == WeightKind::kInt8 ? 2 : shape.kind == WeightKind::kInt4 ? 1 : 4;
   ActivationLayout layout;
-  layout.starts = round_up(count * sizeof(float), kAlignment);
-  layout.codes = layout.starts;
+  layout.codes = round_up(count * sizeof(float), kAlignment);
+  std::size_t row_bytes = static_cast<std::size_t>(padded_inputs(shape)) * size;
   if (shape.kind == WeightKind::kInt4) {
-    layout.codes += round_up(count * static_cast<std::size_t>(num_groups(shape)) * sizeof(std::int32_t), kAlignment);
+    layout.codes = 0;
+    row_bytes += static_cast<std::size_t>(num_groups(shape)) * 2 * sizeof(float);
   }
   // Rows that start close to each other modulo a page compete for the same cache sets.
-  layout.stride = round_up(static_cast<std::size_t>(padded_inputs(shape)) * size, kAlignment);
+  layout.stride = round_up(row_bytes, kAlignment);
   const std::size_t phase = layout.stride % 4096;
   if (count > 1 && layout.stride > 2048 && (phase < 512 || phase > 3584)) {
     layout.stride += 1024;

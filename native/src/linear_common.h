@@ -90,10 +90,11 @@ static inline std::uint16_t f32_to_f16(float value) {
   return static_cast<std::uint16_t>(sign | static_cast<std::uint16_t>(rounded >> 13));
 }
 
-// The scales an int4 group may have are its value of largest magnitude divided by one of these: the divisor -8 puts that
-// value on the code -8, the only one without a counterpart, 7 puts it on 7 and wastes the code -8; the others clip it
-// or leave room, which costs less than a coarser step when the rest of the group is small.
-inline constexpr float kInt4Divisors[] = {-8.0f, -7.6f, -7.2f, -8.4f, -8.8f, -9.4f, -10.0f,
-                                          7.0f,  7.4f,  7.8f,  6.6f,  6.2f,  8.4f,  9.2f};
+// Grids that an int4 group may have. First, steps that the range of its weights divides into: weights on a grid of 15
+// steps or fewer are met exactly, also where its scale is negative or the group does not use all of its codes (fewer than
+// 8 steps are part of a grid of twice as many). Where none is exact, fits by least squares: clipping a few weights costs
+// less than a coarser step.
+inline constexpr int kInt4MinSteps = 8;
+inline constexpr float kInt4FitSteps[] = {14.5f, 15.5f, 16.25f};
 
 }  // namespace kvist

@@ -1,26 +1,39 @@
-// Int4 weights with AVX2: 8-bit activations, exact sums in each group, groups added in float32 in order.
+// Int4 weights with AVX2: 8-bit activations, exact sums of codes in each group, groups added in float32 in order.
 //
-//   panel   for each group: 16 float16 scales, then [k / 4][8 outputs][4 inputs] bytes, whose low nibble is the code + 8
-//           of an output of the first eight and whose high nibble that of the one eight further; K padded to the group
+//   panel        for each group: 16 float16 scales, 16 float16 minima, then [k / 4][8 outputs][4 inputs] bytes, whose low
+//                nibble is the code of an output of the first eight and whose high nibble that of the one eight further
+//   activations  each row [group]: int8 codes, then their float32 scale and their sum times the scale
 //
-// The dominating instruction is vpmaddubsw: 32 products of an unsigned code (0 to 15) and a signed activation, added in
-// pairs of 16 bits. A sum starts at -8 times the activations it will see, which takes the offset out of the codes, and
-// then adds up to 16 pairs: partial sums may wrap, the last one fits (8 * 127 * 32 < 2^15). At the end of a group the
-// pairs of an output are added (vpmaddwd with ones), converted, scaled and added to the float32 sums. Per group of 32
-// and vector: 8 vpmaddubsw, 8 vpaddw, then 3 more and a load and a store.
+// K is padded to the group. The dominating instruction is vpmaddubsw: 32 products of an unsigned code (0 to 15) and a
+// signed activation, added in pairs of 16 bits; 32 inputs are added up in 16 bits (15 * 127 * 16 < 2^15), then pairs
+// become 32 bits (vpmaddwd with ones), are converted and scaled. Per vector and 32 inputs: 8 vpmaddubsw, 7 vpaddw, then
+// 5 more; four vector operations start each cycle, which bounds it at 100 operations a cycle. Per row, group and output
 //
-// Three instructions part the nibbles of two vectors. With one row, a panel is a stream of 9 bytes per input (groups of
-// 32): memory is the bound.
+//   sum = fma(minimum, sum of the row's group, fma(sum of products * scale of the row's group, scale, sum))
+//
+// in float32, whatever the number of rows. With one row, a panel is a stream of 10 bytes per input (groups of 32): memory
+// is the bound. Many rows share weights expanded to bytes and float32, one cut of a panel at a time: a tile then need not
+// part nibbles (three instructions for two vectors) nor widen scales, and the cut stays in the first-level cache.
 
 #include "linear_avx2.h"
 
 namespace kvist::avx2 {
 namespace {
 
-constexpr int kQuad = 4;  // inputs that meet in one 32-bit lane
-constexpr std::size_t kScalesBytes = kPanel * sizeof(std::uint16_t);
+constexpr int kQuad = 4;    // inputs that meet in one 32-bit lane
+constexpr int kSpan = 32;   // inputs whose products can be added in 16 bits
+constexpr int kMaxGroup = 64;
+constexpr std::size_t kVectorBytes = kPanel * sizeof(std::uint16_t);  // the scales or the minima of a group
+constexpr std::size_t kMetaBytes = 2 * kVectorBytes;
+constexpr int kMinExpandTiles = 4;
 
-constexpr int unit_bytes(int group) { return static_cast<int>(kScalesBytes) + group * kPanel / 2; }
+constexpr int unit_bytes(int group) { return static_cast<int>(kMetaBytes) + group * kPanel / 2; }
+
+// A group as it is expanded: 16 float32 scales, 16 float32 minima, then [k / 4][16 outputs][4 inputs] codes.
+constexpr int expanded_bytes(int group) { return 2 * kPanel * static_cast<int>(sizeof(float)) + group * kPanel; }
+
+// A group of a row of activations.
+constexpr int row_unit_bytes(int group) { return group + 2 * static_cast<int>(sizeof(float)); }
 
 std::size_t group_bytes(const LinearShape& shape) { return static_cast<std::size_t>(unit_bytes(shape.group)); }
 
@@ -28,104 +41,171 @@ std::size_t panel_bytes(const LinearShape& shape) {
   return static_cast<std::size_t>(num_groups(shape)) * group_bytes(shape);
 }
 
-__m256 round_int4(__m256 values, __m256 inverse) {
-  const __m256 rounded = _mm256_round_ps(_mm256_mul_ps(values, inverse), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  return _mm256_max_ps(_mm256_set1_ps(-8.0f), _mm256_min_ps(_mm256_set1_ps(7.0f), rounded));
+// Rounds to float16; what is beyond its range saturates.
+KVIST_INLINE __m256 round_to_half(__m256 values) {
+  const __m256 largest = _mm256_set1_ps(65504.0f);
+  values = _mm256_min_ps(_mm256_max_ps(values, negate(largest)), largest);
+  return _mm256_cvtph_ps(_mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT));
 }
 
-// Codes and scales of one group of eight outputs, one in each lane: every divisor is tried, each scale fitted to its
-// codes by least squares, and the codes rounded again for the scale as it is stored; the least squared error wins.
-// `columns[k]` are the weights on entry.
-void quantise_group(const __m256* columns, int group, __m128i* stored_scale, __m256i* codes) {
-  const __m256 sign = _mm256_set1_ps(-0.0f);
-  __m256 magnitude = _mm256_setzero_ps();
-  __m256 extreme = _mm256_setzero_ps();
+// The nearest codes; a NaN becomes 15.
+KVIST_INLINE __m256 round_code(__m256 code) {
+  const __m256 rounded = _mm256_round_ps(code, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return _mm256_max_ps(_mm256_min_ps(rounded, _mm256_set1_ps(15.0f)), _mm256_setzero_ps());
+}
+
+KVIST_INLINE __m256 inverse_or_zero(__m256 scale) {
+  const __m256 is_zero = _mm256_cmp_ps(scale, _mm256_setzero_ps(), _CMP_EQ_OQ);
+  return _mm256_andnot_ps(is_zero, _mm256_div_ps(_mm256_set1_ps(1.0f), scale));
+}
+
+// One group of eight outputs, one in each lane.
+struct Group {
+  const __m256* columns;
+  int count;
+  __m256 low;
+  __m256 high;
+  __m256 range;
+  __m256 per_range;
+};
+
+struct Grid {
+  __m256 error;
+  __m256 scale;
+  __m256 minimum;
+};
+
+// Takes the grid in the lanes where it is nearer to the weights than `best`. Errors are compared in units of the range,
+// so that their squares neither vanish nor overflow.
+void keep_better(const Group& group, __m256 scale, __m256 minimum, Grid& best) {
+  const __m256 inverse = inverse_or_zero(scale);
+  __m256 error = _mm256_setzero_ps();
+  for (int k = 0; k < group.count; ++k) {
+    const __m256 code = round_code(_mm256_mul_ps(_mm256_sub_ps(group.columns[k], minimum), inverse));
+    const __m256 rest = _mm256_sub_ps(group.columns[k], _mm256_fmadd_ps(code, scale, minimum));
+    const __m256 part = _mm256_mul_ps(rest, group.per_range);
+    error = _mm256_fmadd_ps(part, part, error);
+  }
+  const __m256 better = _mm256_cmp_ps(error, best.error, _CMP_LT_OQ);
+  best.error = _mm256_blendv_ps(best.error, error, better);
+  best.scale = _mm256_blendv_ps(best.scale, scale, better);
+  best.minimum = _mm256_blendv_ps(best.minimum, minimum, better);
+}
+
+// The grid whose codes 0 to `steps` span the weights, from the lowest up or from the highest down, shifted to where its
+// minimum is nearest to a float16.
+void try_steps(const Group& group, int steps, Grid& best) {
+  const __m256 step = round_to_half(_mm256_div_ps(group.range, _mm256_set1_ps(static_cast<float>(steps))));
+  Grid grid{_mm256_set1_ps(std::numeric_limits<float>::infinity()), step, round_to_half(group.low)};
+  for (int shift = 0; shift <= 15 - steps; ++shift) {
+    for (const __m256 scale : {step, negate(step)}) {
+      const __m256 start = _mm256_blendv_ps(group.low, group.high, scale);
+      const __m256 exact = _mm256_fnmadd_ps(_mm256_set1_ps(static_cast<float>(shift)), scale, start);
+      const __m256 half = round_to_half(exact);
+      const __m256 distance = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_sub_ps(half, exact));
+      const __m256 nearer = _mm256_cmp_ps(distance, grid.error, _CMP_LT_OQ);
+      grid.error = _mm256_blendv_ps(grid.error, distance, nearer);
+      grid.scale = _mm256_blendv_ps(grid.scale, scale, nearer);
+      grid.minimum = _mm256_blendv_ps(grid.minimum, half, nearer);
+    }
+  }
+  keep_better(group, grid.scale, grid.minimum, best);
+}
+
+// The least squares fit to the codes that weights have when `steps` steps span them and codes beyond 15 are clipped, at
+// the upper end or, with a shift, at the lower.
+void try_fit(const Group& group, float steps, float shift, Grid& best) {
+  const __m256 to_code = _mm256_mul_ps(_mm256_set1_ps(steps), group.per_range);
+  __m256 sum = _mm256_setzero_ps();
+  __m256 sum_codes = _mm256_setzero_ps();
+  __m256 sum_squares = _mm256_setzero_ps();
+  __m256 sum_products = _mm256_setzero_ps();
+  for (int k = 0; k < group.count; ++k) {
+    const __m256 offset = _mm256_sub_ps(group.columns[k], group.low);
+    const __m256 code = round_code(_mm256_fmadd_ps(offset, to_code, _mm256_set1_ps(shift)));
+    const __m256 part = _mm256_mul_ps(offset, group.per_range);
+    sum = _mm256_add_ps(sum, part);
+    sum_codes = _mm256_add_ps(sum_codes, code);
+    sum_squares = _mm256_fmadd_ps(code, code, sum_squares);
+    sum_products = _mm256_fmadd_ps(code, part, sum_products);
+  }
+  const __m256 count = _mm256_set1_ps(static_cast<float>(group.count));
+  const __m256 along = _mm256_fmsub_ps(count, sum_products, _mm256_mul_ps(sum, sum_codes));
+  const __m256 spread = _mm256_fmsub_ps(count, sum_squares, _mm256_mul_ps(sum_codes, sum_codes));
+  const __m256 slope = _mm256_div_ps(along, _mm256_max_ps(spread, _mm256_set1_ps(1.0f)));
+  const __m256 start = _mm256_div_ps(_mm256_fnmadd_ps(slope, sum_codes, sum), count);
+  keep_better(group, round_to_half(_mm256_mul_ps(slope, group.range)),
+              round_to_half(_mm256_fmadd_ps(start, group.range, group.low)), best);
+}
+
+// Scales, minima and codes of one group of eight outputs, one in each lane; `columns[k]` are the weights.
+void quantise_group(const __m256* columns, int count, __m128i* scales, __m128i* minima, __m256i* codes) {
+  const __m256 largest = _mm256_set1_ps(std::numeric_limits<float>::max());
+  __m256 low = columns[0];
+  __m256 high = columns[0];
   __m256 finite = _mm256_castsi256_ps(_mm256_set1_epi32(-1));
-  for (int k = 0; k < group; ++k) {
-    const __m256 absolute = _mm256_andnot_ps(sign, columns[k]);
-    const __m256 larger = _mm256_cmp_ps(absolute, magnitude, _CMP_GT_OQ);
-    extreme = _mm256_blendv_ps(extreme, columns[k], larger);
-    magnitude = _mm256_max_ps(magnitude, absolute);
-    finite = _mm256_and_ps(finite, _mm256_cmp_ps(absolute, _mm256_set1_ps(std::numeric_limits<float>::max()), _CMP_LE_OQ));
+  for (int k = 0; k < count; ++k) {
+    low = _mm256_min_ps(low, columns[k]);
+    high = _mm256_max_ps(high, columns[k]);
+    const __m256 absolute = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), columns[k]);
+    finite = _mm256_and_ps(finite, _mm256_cmp_ps(absolute, largest, _CMP_LE_OQ));
   }
-  const __m256 usable = _mm256_and_ps(finite, _mm256_cmp_ps(magnitude, _mm256_set1_ps(kTiny), _CMP_GE_OQ));
-  const __m256 one = _mm256_set1_ps(1.0f);
-  magnitude = _mm256_blendv_ps(one, magnitude, usable);
-  const __m256 to_normal = _mm256_div_ps(one, magnitude);
-  // Errors are compared in units of the extreme, so that their squares neither vanish nor overflow.
-  alignas(32) __m256 normal[64];
-  for (int k = 0; k < group; ++k) {
-    normal[k] = _mm256_and_ps(usable, _mm256_mul_ps(_mm256_and_ps(finite, columns[k]), to_normal));
-  }
-  const __m256 direction = _mm256_or_ps(_mm256_and_ps(sign, extreme), one);
-  __m256 best_error = _mm256_set1_ps(std::numeric_limits<float>::infinity());
-  __m128i best_half = _mm_setzero_si128();
-  __m256 best_scale = _mm256_setzero_ps();
-  for (const float divisor : kInt4Divisors) {
-    const __m256 inverse = _mm256_mul_ps(direction, _mm256_set1_ps(divisor));
-    __m256 along = _mm256_setzero_ps();
-    __m256 square = _mm256_setzero_ps();
-    for (int k = 0; k < group; ++k) {
-      const __m256 code = round_int4(normal[k], inverse);
-      along = _mm256_fmadd_ps(code, normal[k], along);
-      square = _mm256_fmadd_ps(code, code, square);
-    }
-    const __m256 fitted = _mm256_div_ps(along, _mm256_max_ps(square, one));
-    __m256 stored = _mm256_mul_ps(fitted, magnitude);
-    stored = _mm256_max_ps(_mm256_set1_ps(-65504.0f), _mm256_min_ps(_mm256_set1_ps(65504.0f), stored));
-    const __m128i half = _mm256_cvtps_ph(stored, _MM_FROUND_TO_NEAREST_INT);
-    const __m256 scale = _mm256_mul_ps(_mm256_cvtph_ps(half), to_normal);
-    const __m256 zero = _mm256_cmp_ps(scale, _mm256_setzero_ps(), _CMP_EQ_OQ);
-    const __m256 again = _mm256_andnot_ps(zero, _mm256_div_ps(one, scale));
-    __m256 error = _mm256_setzero_ps();
-    for (int k = 0; k < group; ++k) {
-      const __m256 rest = _mm256_fnmadd_ps(round_int4(normal[k], again), scale, normal[k]);
-      error = _mm256_fmadd_ps(rest, rest, error);
-    }
-    const __m256 better = _mm256_cmp_ps(error, best_error, _CMP_LT_OQ);
-    best_error = _mm256_blendv_ps(best_error, error, better);
-    best_scale = _mm256_blendv_ps(best_scale, again, better);
-    const __m256i lanes = _mm256_castps_si256(better);
-    const __m128i narrow = _mm_packs_epi32(_mm256_castsi256_si128(lanes), _mm256_extracti128_si256(lanes, 1));
-    best_half = _mm_blendv_epi8(best_half, half, narrow);
-  }
-  for (int k = 0; k < group; ++k) {
-    codes[k] = _mm256_cvtps_epi32(round_int4(normal[k], best_scale));
-  }
-  const auto narrow = [](__m256 mask) {
-    const __m256i lanes = _mm256_castps_si256(mask);
-    return _mm_packs_epi32(_mm256_castsi256_si128(lanes), _mm256_extracti128_si256(lanes, 1));
+  const __m256 range = _mm256_min_ps(_mm256_sub_ps(high, low), largest);
+  const __m256 spread = _mm256_and_ps(finite, _mm256_cmp_ps(range, _mm256_set1_ps(kTiny), _CMP_GE_OQ));
+  const Group group{columns, count, low, high, range, _mm256_and_ps(spread, inverse_or_zero(range))};
+  // Equal weights are the code 1, whose scale is what the minimum lacks.
+  const __m256 minimum = round_to_half(low);
+  Grid best{_mm256_and_ps(spread, _mm256_set1_ps(std::numeric_limits<float>::infinity())),
+            round_to_half(_mm256_sub_ps(low, minimum)), minimum};
+  const auto is_exact = [&best] {
+    return _mm256_movemask_ps(_mm256_cmp_ps(best.error, _mm256_setzero_ps(), _CMP_NEQ_OQ)) == 0;
   };
-  best_half = _mm_and_si128(best_half, narrow(usable));
-  *stored_scale = _mm_or_si128(best_half, _mm_andnot_si128(narrow(finite), _mm_set1_epi16(0x7e00)));
+  for (int steps = 15; steps >= kInt4MinSteps && !is_exact(); --steps) {
+    try_steps(group, steps, best);
+  }
+  if (!is_exact()) {
+    for (const float steps : kInt4FitSteps) {
+      try_fit(group, steps, 0.0f, best);
+      try_fit(group, steps, 15.0f - steps, best);
+    }
+  }
+  const __m256 inverse = inverse_or_zero(best.scale);
+  for (int k = 0; k < count; ++k) {
+    codes[k] = _mm256_cvtps_epi32(round_code(_mm256_mul_ps(_mm256_sub_ps(columns[k], best.minimum), inverse)));
+  }
+  const __m256 nan = _mm256_set1_ps(std::numeric_limits<float>::quiet_NaN());
+  *scales = _mm256_cvtps_ph(_mm256_blendv_ps(nan, best.scale, finite), _MM_FROUND_TO_NEAREST_INT);
+  *minima = _mm256_cvtps_ph(_mm256_and_ps(best.minimum, finite), _MM_FROUND_TO_NEAREST_INT);
 }
 
 void pack_panel(const LinearShape& shape, const float* const (&rows)[kPanel], std::uint8_t* panel) {
-  const __m256i offset = _mm256_set1_epi32(8);
-  __m256i codes[2][64];
   for (int g = 0; g < num_groups(shape); ++g) {
     std::uint8_t* out = panel + static_cast<std::size_t>(g) * group_bytes(shape);
+    const int first = g * shape.group;
+    const int left = shape.num_inputs - first;
+    __m256i codes[2][kMaxGroup] = {};
     for (int half = 0; half < 2; ++half) {
-      __m256 columns[64];
+      __m256 columns[kMaxGroup] = {};
       for (int k = 0; k < shape.group; k += 8) {
         __m256 eight[8];
-        load_columns(rows + 8 * half, g * shape.group + k, shape.num_inputs, eight);
+        load_columns(rows + 8 * half, first + k, shape.num_inputs, eight);
         for (int i = 0; i < 8; ++i) {
           columns[k + i] = eight[i];
         }
       }
-      __m128i scale;
-      quantise_group(columns, shape.group, &scale, codes[half]);
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(out) + half, scale);
+      __m128i scales;
+      __m128i minima;
+      quantise_group(columns, left < shape.group ? left : shape.group, &scales, &minima, codes[half]);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out) + half, scales);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + kVectorBytes) + half, minima);
     }
     for (int k = 0; k < shape.group; k += kQuad) {
       __m256i bytes = _mm256_setzero_si256();
       for (int i = kQuad - 1; i >= 0; --i) {
-        const __m256i low = _mm256_add_epi32(codes[0][k + i], offset);
-        const __m256i high = _mm256_add_epi32(codes[1][k + i], offset);
-        bytes = _mm256_or_si256(_mm256_slli_epi32(bytes, 8), _mm256_or_si256(low, _mm256_slli_epi32(high, 4)));
+        const __m256i both = _mm256_or_si256(codes[0][k + i], _mm256_slli_epi32(codes[1][k + i], 4));
+        bytes = _mm256_or_si256(_mm256_slli_epi32(bytes, 8), both);
       }
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + kScalesBytes + k * kPanel / 2), bytes);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + kMetaBytes + k * kPanel / 2), bytes);
     }
   }
 }
@@ -134,111 +214,163 @@ void unpack_panel(const LinearShape& shape, const std::uint8_t* panel, float* co
   for (int i = 0; i < kPanel; ++i) {
     for (int k = 0; rows[i] != nullptr && k < shape.num_inputs; ++k) {
       const std::uint8_t* group = panel + static_cast<std::size_t>(k / shape.group) * group_bytes(shape);
+      const auto* halves = reinterpret_cast<const std::uint16_t*>(group);
       const int inside = k % shape.group;
-      const std::uint8_t byte = group[kScalesBytes + (inside / kQuad * 8 + i % 8) * kQuad + inside % kQuad];
-      const int code = (i < 8 ? byte & 15 : byte >> 4) - 8;
-      rows[i][k] = f16_to_f32(reinterpret_cast<const std::uint16_t*>(group)[i]) * static_cast<float>(code);
+      const std::uint8_t byte = group[kMetaBytes + (inside / kQuad * 8 + i % 8) * kQuad + inside % kQuad];
+      const int code = i < 8 ? byte & 15 : byte >> 4;
+      rows[i][k] = f16_to_f32(halves[kPanel + i]) + f16_to_f32(halves[i]) * static_cast<float>(code);
     }
   }
 }
 
-// -8 times the sum of the codes in the two halves of the 32-bit lanes of one group, as two 16-bit integers.
-std::int32_t group_start(const std::int8_t* codes, int group) {
-  __m256i sums = _mm256_setzero_si256();
-  for (int k = 0; k < group; k += 32) {
-    const __m256i bytes = _mm256_load_si256(reinterpret_cast<const __m256i*>(codes + k));
-    sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes));
-  }
-  __m128i sum = _mm_add_epi16(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
-  sum = _mm_add_epi16(sum, _mm_shuffle_epi32(sum, 0x4e));
-  sum = _mm_add_epi16(sum, _mm_shuffle_epi32(sum, 0xb1));
-  return _mm_cvtsi128_si32(_mm_slli_epi16(_mm_sub_epi16(_mm_setzero_si128(), sum), 3));
+std::int32_t add_lanes(__m256i lanes) {
+  __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(lanes), _mm256_extracti128_si256(lanes, 1));
+  sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
 }
 
 void quantise_row(const LinearShape& shape, const float* x, int row, int rows, std::uint8_t* activations) {
   const ActivationLayout layout = activation_layout(shape, rows);
-  const CodeScale scale = code_scale(max_abs(x, shape.num_inputs), kInt8Limit);
-  reinterpret_cast<float*>(activations)[row] = scale.scale;
-  const __m256 inverse = _mm256_set1_ps(scale.inverse);
-  auto* out = reinterpret_cast<std::int8_t*>(activations + layout.codes + static_cast<std::size_t>(row) * layout.stride);
+  std::uint8_t* out = activations + layout.codes + static_cast<std::size_t>(row) * layout.stride;
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  for (int k = 0; k < padded_inputs(shape); k += 32) {
-    __m256i parts[4];
-    for (int i = 0; i < 4; ++i) {
-      const int left = shape.num_inputs - (k + 8 * i);
-      const __m256 values = left >= 8  ? _mm256_loadu_ps(x + k + 8 * i)
-                            : left > 0 ? _mm256_maskload_ps(x + k + 8 * i, lane_mask(left))
-                                       : _mm256_setzero_ps();
-      parts[i] = round_values(values, inverse);
+  for (int first = 0; first < shape.num_inputs; first += shape.group, out += row_unit_bytes(shape.group)) {
+    const int left = shape.num_inputs - first;
+    const CodeScale scale = code_scale(max_abs(x + first, left < shape.group ? left : shape.group), kInt8Limit);
+    const __m256 inverse = _mm256_set1_ps(scale.inverse);
+    __m256i sums = _mm256_setzero_si256();
+    for (int k = 0; k < shape.group; k += kSpan) {
+      __m256i parts[4];
+      for (int i = 0; i < 4; ++i) {
+        const int here = left - (k + 8 * i);
+        const __m256 values = here >= 8  ? _mm256_loadu_ps(x + first + k + 8 * i)
+                              : here > 0 ? _mm256_maskload_ps(x + first + k + 8 * i, lane_mask(here))
+                                         : _mm256_setzero_ps();
+        parts[i] = round_values(values, inverse);
+        sums = _mm256_add_epi32(sums, parts[i]);
+      }
+      const __m256i bytes =
+          _mm256_packs_epi16(_mm256_packs_epi32(parts[0], parts[1]), _mm256_packs_epi32(parts[2], parts[3]));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + k), _mm256_permutevar8x32_epi32(bytes, order));
     }
-    const __m256i bytes =
-        _mm256_packs_epi16(_mm256_packs_epi32(parts[0], parts[1]), _mm256_packs_epi32(parts[2], parts[3]));
-    _mm256_store_si256(reinterpret_cast<__m256i*>(out + k), _mm256_permutevar8x32_epi32(bytes, order));
-  }
-  auto* starts = reinterpret_cast<std::int32_t*>(activations + layout.starts) +
-                 static_cast<std::ptrdiff_t>(row) * num_groups(shape);
-  for (int g = 0; g < num_groups(shape); ++g) {
-    starts[g] = group_start(out + g * shape.group, shape.group);
+    auto* meta = reinterpret_cast<float*>(out + shape.group);
+    meta[0] = scale.scale;
+    meta[1] = scale.scale * static_cast<float>(add_lanes(sums));
   }
 }
 
 struct TileRows {
-  const std::int8_t* codes;
+  const std::uint8_t* units;
   std::ptrdiff_t stride;
-  const std::int32_t* starts;
-  std::ptrdiff_t starts_stride;
 };
 
+// The weights of a group as they are packed.
+template <int kGroup>
+struct Packed {
+  static constexpr int kBytes = unit_bytes(kGroup);
+  static KVIST_INLINE void codes(const std::uint8_t* unit, int quad, __m256i& low, __m256i& high) {
+    const __m256i nibble = _mm256_set1_epi8(15);
+    const __m256i both = _mm256_load_si256(reinterpret_cast<const __m256i*>(unit + kMetaBytes) + quad);
+    low = _mm256_and_si256(both, nibble);
+    high = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
+  }
+  // Scales (0, 1) or minima (2, 3) of the first or last eight outputs.
+  static KVIST_INLINE __m256 meta(const std::uint8_t* unit, int i) {
+    return _mm256_cvtph_ps(_mm_load_si128(reinterpret_cast<const __m128i*>(unit) + i));
+  }
+};
+
+template <int kGroup>
+struct Expanded {
+  static constexpr int kBytes = expanded_bytes(kGroup);
+  static KVIST_INLINE void codes(const std::uint8_t* unit, int quad, __m256i& low, __m256i& high) {
+    const auto* vectors = reinterpret_cast<const __m256i*>(unit) + 4 + 2 * quad;
+    low = _mm256_load_si256(vectors);
+    high = _mm256_load_si256(vectors + 1);
+  }
+  static KVIST_INLINE __m256 meta(const std::uint8_t* unit, int i) {
+    return _mm256_load_ps(reinterpret_cast<const float*>(unit) + 8 * i);
+  }
+};
+
+template <int kGroup>
+void expand(const std::uint8_t* packed, int groups, std::uint8_t* out) {
+  for (int g = 0; g < groups; ++g) {
+    for (int i = 0; i < 4; ++i) {
+      _mm256_store_ps(reinterpret_cast<float*>(out) + 8 * i, Packed<kGroup>::meta(packed, i));
+    }
+    auto* vectors = reinterpret_cast<__m256i*>(out) + 4;
+    for (int quad = 0; quad < kGroup / kQuad; ++quad) {
+      __m256i low;
+      __m256i high;
+      Packed<kGroup>::codes(packed, quad, low, high);
+      _mm256_store_si256(vectors + 2 * quad, low);
+      _mm256_store_si256(vectors + 2 * quad + 1, high);
+    }
+    packed += unit_bytes(kGroup);
+    out += expanded_bytes(kGroup);
+  }
+}
+
 // Adds `groups` groups of kGroup inputs of R rows to sums[R][16], or sets them.
-template <int R, int kGroup>
-[[gnu::noinline]] void tile(const TileRows& rows, const std::uint8_t* packed, int groups,
+template <int R, int kGroup, typename Weights>
+[[gnu::noinline]] void tile(const TileRows& rows, const std::uint8_t* weights, int groups,
                             Ahead<unit_bytes(kGroup)> ahead, bool resume, float* sums) {
-  RowPointers<std::int8_t> x(rows.codes, rows.stride);
-  RowPointers<std::int32_t> starts(rows.starts, rows.starts_stride);
+  RowPointers<std::uint8_t> x(rows.units, rows.stride);
   if (!resume) {
     for (int i = 0; i < 2 * R; ++i) {
       _mm256_store_ps(sums + 8 * i, _mm256_setzero_ps());
     }
   }
   for (int g = 0; g < groups; ++g) {
-    __m256i low[R];
-    __m256i high[R];
     ahead.fetch_unit();
-    unroll<R>([&](auto i) KVIST_LAMBDA { low[i] = high[i] = broadcast_bytes4(starts.row(i)); });
-    unroll<kGroup / kQuad>([&](auto quad) KVIST_LAMBDA {
-      const __m256i nibble = _mm256_set1_epi8(15);
-      const __m256i both = _mm256_load_si256(reinterpret_cast<const __m256i*>(packed + kScalesBytes) + quad);
-      const __m256i w0 = _mm256_and_si256(both, nibble);
-      const __m256i w1 = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
+    unroll<kGroup / kSpan>([&](auto span) KVIST_LAMBDA {
+      __m256i low[R];
+      __m256i high[R];
+      unroll<kSpan / kQuad>([&](auto step) KVIST_LAMBDA {
+        constexpr int kFirst = span * (kSpan / kQuad);
+        __m256i w0;
+        __m256i w1;
+        Weights::codes(weights, kFirst + step, w0, w1);
+        unroll<R>([&](auto i) KVIST_LAMBDA {
+          const __m256i codes = broadcast_bytes4(x.row(i) + kQuad * (kFirst + step));
+          if constexpr (step == 0) {
+            low[i] = _mm256_maddubs_epi16(w0, codes);
+            high[i] = _mm256_maddubs_epi16(w1, codes);
+          } else {
+            add_in_place16(low[i], _mm256_maddubs_epi16(w0, codes));
+            add_in_place16(high[i], _mm256_maddubs_epi16(w1, codes));
+          }
+        });
+      });
+      const __m256i ones = _mm256_set1_epi16(1);
       unroll<R>([&](auto i) KVIST_LAMBDA {
-        const __m256i codes = broadcast_bytes4(x.row(i) + kQuad * quad);
-        add_in_place16(low[i], _mm256_maddubs_epi16(w0, codes));
-        add_in_place16(high[i], _mm256_maddubs_epi16(w1, codes));
+        const auto* meta = reinterpret_cast<const float*>(x.row(i) + kGroup);
+        const __m256 scale = _mm256_broadcast_ss(meta);
+        const __m256 first = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_madd_epi16(low[i], ones)), scale);
+        const __m256 second = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_madd_epi16(high[i], ones)), scale);
+        __m256 sum0 = _mm256_fmadd_ps(first, Weights::meta(weights, 0), _mm256_load_ps(sums + kPanel * i));
+        __m256 sum1 = _mm256_fmadd_ps(second, Weights::meta(weights, 1), _mm256_load_ps(sums + kPanel * i + 8));
+        if constexpr (span == kGroup / kSpan - 1) {
+          const __m256 all = _mm256_broadcast_ss(meta + 1);
+          sum0 = _mm256_fmadd_ps(all, Weights::meta(weights, 2), sum0);
+          sum1 = _mm256_fmadd_ps(all, Weights::meta(weights, 3), sum1);
+        }
+        _mm256_store_ps(sums + kPanel * i, sum0);
+        _mm256_store_ps(sums + kPanel * i + 8, sum1);
       });
     });
-    const auto* scales = reinterpret_cast<const __m128i*>(packed);
-    const __m256 low_scale = _mm256_cvtph_ps(_mm_load_si128(scales));
-    const __m256 high_scale = _mm256_cvtph_ps(_mm_load_si128(scales + 1));
-    const __m256i ones = _mm256_set1_epi16(1);
-    unroll<R>([&](auto i) KVIST_LAMBDA {
-      float* sum = sums + kPanel * i;
-      const __m256 first = _mm256_cvtepi32_ps(_mm256_madd_epi16(low[i], ones));
-      const __m256 second = _mm256_cvtepi32_ps(_mm256_madd_epi16(high[i], ones));
-      _mm256_store_ps(sum, _mm256_fmadd_ps(first, low_scale, _mm256_load_ps(sum)));
-      _mm256_store_ps(sum + 8, _mm256_fmadd_ps(second, high_scale, _mm256_load_ps(sum + 8)));
-    });
-    x.advance(kGroup);
-    starts.advance(1);
-    packed += unit_bytes(kGroup);
+    x.advance(row_unit_bytes(kGroup));
+    weights += Weights::kBytes;
   }
 }
 
 template <int kGroup>
 using Tile = void (*)(const TileRows&, const std::uint8_t*, int, Ahead<unit_bytes(kGroup)>, bool, float*);
 
-template <int kGroup>
-constexpr Tile<kGroup> kTiles[kTileRows + 1] = {nullptr,         tile<1, kGroup>, tile<2, kGroup>, tile<3, kGroup>,
-                                                tile<4, kGroup>, tile<5, kGroup>, tile<6, kGroup>};
+template <int kGroup, typename W>
+constexpr Tile<kGroup> kTiles[kTileRows + 1] = {nullptr,           tile<1, kGroup, W>, tile<2, kGroup, W>,
+                                                tile<3, kGroup, W>, tile<4, kGroup, W>, tile<5, kGroup, W>,
+                                                tile<6, kGroup, W>};
 
 template <int kGroup>
 struct Kernel {
@@ -246,37 +378,70 @@ struct Kernel {
   static constexpr int kUnitBytes = unit_bytes(kGroup);
   const PackedLinear& linear;
   const Epilogue& epilogue;
-  const float* row_scales;
   TileRows rows;
+
+  TileRows rows_at(int row, int first_group) const {
+    return {rows.units + row * rows.stride + first_group * row_unit_bytes(kGroup), rows.stride};
+  }
 
   void tile(int height, int row, int first_group, int groups, const std::uint8_t* packed, Ahead<kUnitBytes> ahead,
             bool resume, float* sums) const {
-    const TileRows tile_rows{rows.codes + row * rows.stride + first_group * kGroup, rows.stride,
-                             rows.starts + row * rows.starts_stride + first_group, rows.starts_stride};
-    kTiles<kGroup>[height](tile_rows, packed, groups, ahead, resume, sums);
+    kTiles<kGroup, Packed<kGroup>>[height](rows_at(row, first_group), packed, groups, ahead, resume, sums);
   }
 
   void finish(int panel, const std::uint8_t*, Range range, const float* sums) const {
     finish_panel(linear, panel, range, epilogue, [&](int r, __m256& low, __m256& high) KVIST_LAMBDA {
       const float* row = sums + (r - range.first) * kPanel;
-      const __m256 scale = _mm256_set1_ps(row_scales[r]);
-      low = _mm256_mul_ps(_mm256_load_ps(row), scale);
-      high = _mm256_mul_ps(_mm256_load_ps(row + 8), scale);
+      low = _mm256_load_ps(row);
+      high = _mm256_load_ps(row + 8);
     });
   }
 };
+
+// As run_panels, with each cut of a panel expanded once for all tiles.
+template <int kGroup>
+void run_expanded(const Kernel<kGroup>& kernel, Range panels, Range rows, std::uint8_t* scratch) {
+  using AheadUnit = Ahead<unit_bytes(kGroup)>;
+  const int groups = num_groups(kernel.linear.shape);
+  const std::size_t bytes = panel_bytes(kernel.linear.shape);
+  const int num_cuts = ceil_div(groups * expanded_bytes(kGroup), kExpandedBytes);
+  const int cut_groups = ceil_div(groups, num_cuts);
+  const int tiles = ceil_div(rows.last - rows.first, kTileRows);
+  auto* sums = reinterpret_cast<float*>(scratch + kExpandedBytes);
+  for (int panel = panels.first; panel < panels.last; ++panel) {
+    const std::uint8_t* data = kernel.linear.data + static_cast<std::size_t>(panel) * bytes;
+    for (int first = 0; first < groups; first += cut_groups) {
+      const int cut = groups - first < cut_groups ? groups - first : cut_groups;
+      const std::uint8_t* cut_data = data + static_cast<std::ptrdiff_t>(first) * unit_bytes(kGroup);
+      expand<kGroup>(cut_data, cut, scratch);
+      // Each tile fetches its share of the next panel's cut.
+      AheadUnit ahead{cut_data + bytes, 0};
+      ahead.step = panel + 1 < panels.last ? ceil_div(unit_bytes(kGroup), tiles * AheadUnit::kLines) : 0;
+      for (int t = 0; t < tiles; ++t) {
+        const int row = rows.first + t * kTileRows;
+        const int height = rows.last - row < kTileRows ? rows.last - row : kTileRows;
+        float* tile_sums = sums + t * kTileRows * kPanel;
+        kTiles<kGroup, Expanded<kGroup>>[height](kernel.rows_at(row, first), scratch, cut, ahead, first > 0, tile_sums);
+        ahead.next += cut * AheadUnit::kLines * ahead.step;
+        if (first + cut == groups) {
+          kernel.finish(panel, data, Range{row, row + height}, tile_sums);
+        }
+      }
+    }
+  }
+}
 
 template <int kGroup>
 void run_group(const PackedLinear& linear, const std::uint8_t* activations, int rows, Range panel_range,
                Range row_range, const Epilogue& epilogue, std::uint8_t* scratch) {
   const ActivationLayout layout = activation_layout(linear.shape, rows);
-  const TileRows tile_rows{reinterpret_cast<const std::int8_t*>(activations + layout.codes),
-                           static_cast<std::ptrdiff_t>(layout.stride),
-                           reinterpret_cast<const std::int32_t*>(activations + layout.starts),
-                           num_groups(linear.shape)};
-  const Kernel<kGroup> kernel{linear, epilogue, reinterpret_cast<const float*>(activations), tile_rows};
-  run_panels(kernel, linear.data, panel_bytes(linear.shape), num_groups(linear.shape), panel_range, row_range,
-             reinterpret_cast<float*>(scratch));
+  const Kernel<kGroup> kernel{linear, epilogue, {activations + layout.codes, static_cast<std::ptrdiff_t>(layout.stride)}};
+  if (row_range.last - row_range.first > (kMinExpandTiles - 1) * kTileRows) {
+    run_expanded(kernel, panel_range, row_range, scratch);
+  } else {
+    run_panels(kernel, linear.data, panel_bytes(linear.shape), num_groups(linear.shape), panel_range, row_range,
+               reinterpret_cast<float*>(scratch));
+  }
 }
 
 void run(const PackedLinear& linear, const std::uint8_t* activations, int rows, Range panel_range, Range row_range,

@@ -2,13 +2,15 @@
 //
 //   kind    packed bytes, row-major over the outputs n (with a gate: one half, then the other)
 //   int8    N float32 scales, then N x K codes
-//   int4    N x G float16 scales (G groups of an output), then N x K codes, one in a byte
+//   int4    N x G float16 scales (G groups of an output), N x G float16 minima, then N x K codes, one in a byte
 //   bf16    N x K bfloat16
 //
-//   activations: one float32 scale for each row, then rows x K codes of 16 bits, or rows x K float32 for bf16
+//   activations: one float32 scale for each row (int4: for each row and group), then rows x K codes of 16 bits, or
+//   rows x K float32 for bf16
 //
 // Numerics: sums of codes in int32, exact; scaled sums, bias, gate and residual in float32, in this order. int4 adds the
-// scaled sums of its groups in float32, first group first; bf16 adds products in float32, first input first.
+// scaled sums of its groups in float32, first group first, of each the products and then what the minimum adds; bf16
+// adds products in float32, first input first.
 
 #include <algorithm>
 #include <cmath>
@@ -32,7 +34,7 @@ std::size_t scales_bytes(const LinearShape& shape) {
     case WeightKind::kInt8:
       return round_up(outputs * sizeof(float), kAlignment);
     case WeightKind::kInt4:
-      return round_up(outputs * static_cast<std::size_t>(num_groups(shape)) * sizeof(std::uint16_t), kAlignment);
+      return round_up(outputs * static_cast<std::size_t>(num_groups(shape)) * 2 * sizeof(std::uint16_t), kAlignment);
     case WeightKind::kBf16:
       break;
   }
@@ -72,60 +74,110 @@ void pack_row_int8(const float* weights, int count, float* scale, std::int8_t* c
   }
 }
 
-// The codes of a group for a scale; returns the squared error.
-float round_group(const float* weights, int count, float scale, std::int8_t* codes) {
-  const float inverse = scale == 0.0f ? 0.0f : 1.0f / scale;
-  float error = 0.0f;
-  for (int k = 0; k < count; ++k) {
-    const float code = std::clamp(std::nearbyint(weights[k] * inverse), -8.0f, 7.0f);
-    codes[k] = static_cast<std::int8_t>(code);
-    error += (weights[k] - code * scale) * (weights[k] - code * scale);
-  }
-  return error;
+struct Grid {
+  float error;
+  float scale;
+  float minimum;
+};
+
+float round_to_half(float value) { return f16_to_f32(f32_to_f16(value)); }
+
+float round_code(float code) { return std::clamp(std::nearbyint(code), 0.0f, 15.0f); }
+
+float code_on(const Grid& grid, float weight) {
+  return grid.scale == 0.0f ? 0.0f : round_code((weight - grid.minimum) / grid.scale);
 }
 
-// Tries every divisor; each scale is then fitted to its codes by least squares and rounded to what is stored.
-void pack_group(const float* weights, int count, std::uint16_t* stored_scale, std::int8_t* codes) {
-  float extreme = 0.0f;
+// Takes the grid if it is nearer to the weights than `best`. Errors are compared in units of the range, so that their
+// squares neither vanish nor overflow.
+void keep_better(const float* weights, int count, float range, Grid grid, Grid& best) {
+  grid.error = 0.0f;
   for (int k = 0; k < count; ++k) {
-    if (std::fabs(weights[k]) > std::fabs(extreme)) {
-      extreme = weights[k];
+    const float rest = (weights[k] - (grid.minimum + grid.scale * code_on(grid, weights[k]))) / range;
+    grid.error += rest * rest;
+  }
+  if (grid.error < best.error) {
+    best = grid;
+  }
+}
+
+// The grid whose codes 0 to `steps` span the weights, from the lowest up or from the highest down, shifted to where its
+// minimum is nearest to a float16.
+Grid grid_of_steps(float low, float high, int steps) {
+  const float step = round_to_half(std::min(high - low, std::numeric_limits<float>::max()) / static_cast<float>(steps));
+  Grid grid{std::numeric_limits<float>::infinity(), step, round_to_half(low)};
+  for (int shift = 0; shift <= 15 - steps; ++shift) {
+    for (const float scale : {step, -step}) {
+      const float exact = (scale < 0.0f ? high : low) - static_cast<float>(shift) * scale;
+      const float half = round_to_half(exact);
+      if (std::fabs(half - exact) < grid.error) {
+        grid = {std::fabs(half - exact), scale, half};
+      }
     }
   }
-  const float magnitude = max_abs(weights, count);
+  return grid;
+}
+
+// The least squares fit to the codes that weights have when `steps` steps span them and codes beyond 15 are clipped, at
+// the upper end or, with a shift, at the lower.
+Grid fitted_grid(const float* weights, int count, float low, float range, float steps, float shift) {
+  float sum = 0.0f;
+  float sum_codes = 0.0f;
+  float sum_squares = 0.0f;
+  float sum_products = 0.0f;
   for (int k = 0; k < count; ++k) {
-    codes[k] = 0;
+    const float part = (weights[k] - low) / range;
+    const float code = round_code(part * steps + shift);
+    sum += part;
+    sum_codes += code;
+    sum_squares += code * code;
+    sum_products += code * part;
   }
-  if (!(magnitude <= std::numeric_limits<float>::max()) || magnitude < kTiny) {
-    *stored_scale = magnitude < kTiny ? 0 : 0x7e00U;
+  const auto n = static_cast<float>(count);
+  const float spread = n * sum_squares - sum_codes * sum_codes;
+  const float slope = (n * sum_products - sum * sum_codes) / std::max(spread, 1.0f);
+  return {0.0f, round_to_half(slope * range), round_to_half(low + (sum - slope * sum_codes) / n * range)};
+}
+
+Grid choose_grid(const float* weights, int count) {
+  constexpr float kLargest = std::numeric_limits<float>::max();
+  const float low = *std::min_element(weights, weights + count);
+  const float high = *std::max_element(weights, weights + count);
+  const float range = std::min(high - low, kLargest);
+  // Equal weights are the code 1, whose scale is what the minimum lacks.
+  const float minimum = round_to_half(low);
+  Grid best{std::numeric_limits<float>::infinity(), round_to_half(low - minimum), minimum};
+  if (range < kTiny) {
+    return best;
+  }
+  for (int steps = 15; steps >= kInt4MinSteps && best.error != 0.0f; --steps) {
+    keep_better(weights, count, range, grid_of_steps(low, high, steps), best);
+  }
+  if (best.error != 0.0f) {
+    for (const float steps : kInt4FitSteps) {
+      keep_better(weights, count, range, fitted_grid(weights, count, low, range, steps, 0.0f), best);
+      keep_better(weights, count, range, fitted_grid(weights, count, low, range, steps, 15.0f - steps), best);
+    }
+  }
+  return best;
+}
+
+void pack_group(const float* weights, int count, std::uint16_t* scale, std::uint16_t* minimum, std::uint8_t* codes) {
+  if (!(max_abs(weights, count) <= std::numeric_limits<float>::max())) {
+    *scale = 0x7e00U;
+    *minimum = 0;
+    std::fill_n(codes, count, std::uint8_t{0});
     return;
   }
-  // Errors are compared in units of the extreme, so that their squares neither vanish nor overflow.
-  std::int8_t trial[64];
-  float normal[64];
-  for (int k = 0; k < count; ++k) {
-    normal[k] = weights[k] / magnitude;
-  }
-  float best_error = std::numeric_limits<float>::infinity();
-  for (const float divisor : kInt4Divisors) {
-    round_group(normal, count, extreme / magnitude / divisor, trial);
-    float along = 0.0f;
-    float square = 0.0f;
-    for (int k = 0; k < count; ++k) {
-      along += normal[k] * trial[k];
-      square += static_cast<float>(trial[k]) * trial[k];
-    }
-    if (square == 0.0f) {
-      continue;
-    }
-    const std::uint16_t half = f32_to_f16(along / square * magnitude);
-    const float error = round_group(normal, count, f16_to_f32(half) / magnitude, trial);
-    if (error < best_error) {
-      best_error = error;
-      *stored_scale = half;
-      std::copy(trial, trial + count, codes);
-    }
-  }
+  const Grid grid = choose_grid(weights, count);
+  *scale = f32_to_f16(grid.scale);
+  *minimum = f32_to_f16(grid.minimum);
+  std::transform(weights, weights + count, codes,
+                 [&](float weight) { return static_cast<std::uint8_t>(code_on(grid, weight)); });
+}
+
+std::size_t all_groups(const LinearShape& shape) {
+  return static_cast<std::size_t>(shape.num_outputs) * static_cast<std::size_t>(num_groups(shape));
 }
 
 void pack_rows(const LinearShape& shape, const float* weights, int first, int last, std::uint8_t* packed) {
@@ -140,9 +192,10 @@ void pack_rows(const LinearShape& shape, const float* weights, int first, int la
     } else if (shape.kind == WeightKind::kInt4) {
       for (int group = 0; group < num_groups(shape); ++group) {
         const int start = group * shape.group;
-        pack_group(source + start, std::min(shape.group, shape.num_inputs - start),
-                   reinterpret_cast<std::uint16_t*>(packed) + row * static_cast<std::size_t>(num_groups(shape)) + group,
-                   reinterpret_cast<std::int8_t*>(body) + row * inputs + start);
+        auto* scale =
+            reinterpret_cast<std::uint16_t*>(packed) + row * static_cast<std::size_t>(num_groups(shape)) + group;
+        pack_group(source + start, std::min(shape.group, shape.num_inputs - start), scale, scale + all_groups(shape),
+                   body + row * inputs + start);
       }
     } else {
       std::transform(source, source + inputs, reinterpret_cast<std::uint16_t*>(body) + row * inputs, f32_to_bf16);
@@ -169,25 +222,35 @@ void unpack(const LinearShape& shape, const std::uint8_t* packed, float* weights
     } else if (shape.kind == WeightKind::kInt4) {
       const std::size_t group = row * static_cast<std::size_t>(num_groups(shape)) +
                                 i % inputs / static_cast<std::size_t>(shape.group);
-      weights[i] = f16_to_f32(reinterpret_cast<const std::uint16_t*>(packed)[group]) *
-                   static_cast<float>(reinterpret_cast<const std::int8_t*>(body)[i]);
+      const auto* scales = reinterpret_cast<const std::uint16_t*>(packed);
+      weights[i] = f16_to_f32(scales[all_groups(shape) + group]) +
+                   f16_to_f32(scales[group]) * static_cast<float>(body[i]);
     } else {
       weights[i] = bf16_to_f32(reinterpret_cast<const std::uint16_t*>(body)[i]);
     }
   }
 }
 
-std::size_t row_scales_bytes(int rows) { return round_up(static_cast<std::size_t>(rows) * sizeof(float), kAlignment); }
+// Inputs of a row that share a scale.
+int scale_span(const LinearShape& shape) { return shape.kind == WeightKind::kInt4 ? shape.group : shape.num_inputs; }
+
+int scales_per_row(const LinearShape& shape) { return ceil_div(shape.num_inputs, scale_span(shape)); }
+
+std::size_t row_scales_bytes(const LinearShape& shape, int rows) {
+  const std::size_t scales = static_cast<std::size_t>(rows) * static_cast<std::size_t>(scales_per_row(shape));
+  return round_up(scales * sizeof(float), kAlignment);
+}
 
 std::size_t activation_bytes(const LinearShape& shape, int rows) {
   const std::size_t size = shape.kind == WeightKind::kBf16 ? sizeof(float) : sizeof(std::int16_t);
-  return row_scales_bytes(rows) + static_cast<std::size_t>(rows) * static_cast<std::size_t>(shape.num_inputs) * size;
+  return row_scales_bytes(shape, rows) +
+         static_cast<std::size_t>(rows) * static_cast<std::size_t>(shape.num_inputs) * size;
 }
 
 void quantise(const LinearShape& shape, const float* x, std::ptrdiff_t stride, int rows, int first, int last,
               std::uint8_t* activations) {
   const auto inputs = static_cast<std::size_t>(shape.num_inputs);
-  std::uint8_t* body = activations + row_scales_bytes(rows);
+  std::uint8_t* body = activations + row_scales_bytes(shape, rows);
   for (int r = first; r < last; ++r) {
     const float* source = x + r * stride;
     const auto row = static_cast<std::size_t>(r);
@@ -195,9 +258,14 @@ void quantise(const LinearShape& shape, const float* x, std::ptrdiff_t stride, i
       std::copy(source, source + inputs, reinterpret_cast<float*>(body) + row * inputs);
       continue;
     }
-    const CodeScale codes = code_scale(max_abs(source, shape.num_inputs), activation_limit_of(shape));
-    reinterpret_cast<float*>(activations)[r] = codes.scale;
-    round_codes(source, shape.num_inputs, codes.inverse, reinterpret_cast<std::int16_t*>(body) + row * inputs);
+    float* scale = reinterpret_cast<float*>(activations) + row * static_cast<std::size_t>(scales_per_row(shape));
+    std::int16_t* out = reinterpret_cast<std::int16_t*>(body) + row * inputs;
+    for (int start = 0; start < shape.num_inputs; start += scale_span(shape)) {
+      const int count = std::min(scale_span(shape), shape.num_inputs - start);
+      const CodeScale codes = code_scale(max_abs(source + start, count), activation_limit_of(shape));
+      *scale++ = codes.scale;
+      round_codes(source + start, count, codes.inverse, out + start);
+    }
   }
 }
 
@@ -210,7 +278,7 @@ float dot(const PackedLinear& linear, const std::uint8_t* activations, int rows,
   const auto inputs = static_cast<std::size_t>(shape.num_inputs);
   const auto output = static_cast<std::size_t>(n);
   const std::uint8_t* body = linear.data + scales_bytes(shape);
-  const std::uint8_t* row = activations + row_scales_bytes(rows);
+  const std::uint8_t* row = activations + row_scales_bytes(shape, rows);
   if (shape.kind == WeightKind::kBf16) {
     const float* x = reinterpret_cast<const float*>(row) + static_cast<std::size_t>(r) * inputs;
     const std::uint16_t* w = reinterpret_cast<const std::uint16_t*>(body) + output * inputs;
@@ -221,27 +289,33 @@ float dot(const PackedLinear& linear, const std::uint8_t* activations, int rows,
     return sum;
   }
   const std::int16_t* x = reinterpret_cast<const std::int16_t*>(row) + static_cast<std::size_t>(r) * inputs;
-  const std::int8_t* w = reinterpret_cast<const std::int8_t*>(body) + output * inputs;
-  const float row_scale = reinterpret_cast<const float*>(activations)[r];
+  const auto* row_scales = reinterpret_cast<const float*>(activations) +
+                           static_cast<std::size_t>(r) * static_cast<std::size_t>(scales_per_row(shape));
   if (shape.kind == WeightKind::kInt8) {
+    const std::int8_t* w = reinterpret_cast<const std::int8_t*>(body) + output * inputs;
     std::int32_t sum = 0;
     for (std::size_t k = 0; k < inputs; ++k) {
       sum += std::int32_t{x[k]} * w[k];
     }
-    return static_cast<float>(sum) * (row_scale * reinterpret_cast<const float*>(linear.data)[n]);
+    return static_cast<float>(sum) * (row_scales[0] * reinterpret_cast<const float*>(linear.data)[n]);
   }
+  const std::uint8_t* w = body + output * inputs;
   const auto groups = static_cast<std::size_t>(num_groups(shape));
   const auto* scales = reinterpret_cast<const std::uint16_t*>(linear.data) + output * groups;
+  const auto* minima = scales + all_groups(shape);
   float total = 0.0f;
   for (std::size_t group = 0; group < groups; ++group) {
     const std::size_t start = group * static_cast<std::size_t>(shape.group);
-    std::int32_t sum = 0;
+    std::int32_t products = 0;
+    std::int32_t codes = 0;
     for (std::size_t k = start; k < std::min(inputs, start + static_cast<std::size_t>(shape.group)); ++k) {
-      sum += std::int32_t{x[k]} * w[k];
+      products += std::int32_t{x[k]} * w[k];
+      codes += x[k];
     }
-    total += static_cast<float>(sum) * f16_to_f32(scales[group]);
+    total += static_cast<float>(products) * row_scales[group] * f16_to_f32(scales[group]);
+    total += static_cast<float>(codes) * row_scales[group] * f16_to_f32(minima[group]);
   }
-  return total * row_scale;
+  return total;
 }
 
 float activate(Gate gate, float x) {
@@ -284,7 +358,7 @@ void run(const PackedLinear& linear, const std::uint8_t* activations, int rows, 
 }  // namespace
 
 const LinearKernels kLinearSerial = {
-    .layout = "serial-1",
+    .layout = "serial-2",
     .packed_bytes = packed_bytes,
     .pack = pack,
     .pack_step = 1,

@@ -172,7 +172,8 @@ WEIGHT_BITS: dict[str, int] = {"bf16": 16, "int8": 8, "int4": 4}
 """Bits of one weight in each format of the native kernels, without its scales."""
 
 INT4_GROUP = 32
-"""Inputs of one output that share a scale, of 16 bits, in int4 weights. int8 weights have one of 32 bits an output."""
+"""Inputs of one output that share a scale and a minimum, of 16 bits each, in int4 weights. int8 weights have a scale of
+32 bits for each output."""
 
 CODEC_BITS: dict[str, int] = {"raw16": 16, "int8": 8, "float32": 32}
 """Bits of a stored K or V value in each codec, without its scales. ``raw16`` is bfloat16."""
@@ -222,7 +223,7 @@ def _packed_bytes(matrix: MatrixShape, kind: str) -> int:
     scale_bytes = {
         "bf16": 0,
         "int8": 4,
-        "int4": 2 * -(-matrix.num_inputs // INT4_GROUP),
+        "int4": 4 * -(-matrix.num_inputs // INT4_GROUP),
     }
     row_bytes = -(-matrix.num_inputs * WEIGHT_BITS[kind] // 8) + scale_bytes[kind]
     return matrix.num_outputs * row_bytes

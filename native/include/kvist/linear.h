@@ -3,14 +3,19 @@
 //   y[r, n] = a[r] * sum_k xq[r, k] * w[n, k] + bias[n] + residual[r, n]
 //
 // xq is the row divided by its own scale a[r] = max|x[r]| / limit and rounded to nearest (an all-zero row has a = 0).
-// Integer sums are exact, so a row's result does not depend on the other rows of the call, on tiling or on threads.
+// With int4 weights, each group g of inputs of a row has its own scale, and weights are minimum + scale * code:
+//
+//   y[r, n] = sum_g (a[r, g] * scale[n, g] * sum_k xq[r, k] * code[n, k] + minimum[n, g] * a[r, g] * sum_k xq[r, k]) + ...
+//
+// Integer sums are exact and floats are added in an order of their own, so a row's result does not depend on the other
+// rows of the call, on tiling or on threads.
 //
 //   kind    weights                                       activations
 //   int8    symmetric per output channel, codes in        int8 or wider: `activation_limit` says how far codes go
 //           [-127, 127], scale = max|w| / 127
-//   int4    symmetric codes in [-8, 7] per group of 32    int8, limit 127
-//           or 64 inputs of one output channel, f32 or
-//           f16 scale
+//   int4    codes in [0, 15], f16 scale and minimum per   int8, limit 127, a scale for each group
+//           group of 32 or 64 inputs of one output;
+//           groups that lie on such a grid are exact
 //   bf16    bfloat16, products and sums in float32        float32, not quantised
 //
 // Layout and activation format belong to the instruction set: packed weights are only read by the table that packed
@@ -33,7 +38,7 @@ struct LinearShape {
   WeightKind kind;
   int num_outputs;  // N
   int num_inputs;   // K
-  int group;        // inputs per scale, int4 only; otherwise 0
+  int group;        // inputs per scale and minimum, int4 only; otherwise 0
   Gate gate;        // not kNone: rows of the two halves are packed side by side, N is even
 };
 
@@ -59,7 +64,7 @@ struct LinearKernels {
   int pack_step;
   // The values the packed weights stand for: row-major (N, K) float32. For tests and for measuring the loss.
   void (*unpack)(const LinearShape& shape, const std::uint8_t* packed, float* weights);
-  // Largest code of an activation for this shape; see the top of the file. 0: not quantised.
+  // Largest code of an activation for this shape, of a row or a group; see the top of the file. 0: not quantised.
   int (*activation_limit)(const LinearShape& shape);
   std::size_t (*activation_bytes)(const LinearShape& shape, int rows);
   // Writes rows [first, last) of the (rows, K) activations into the opaque buffer; any split over threads is allowed
