@@ -12,6 +12,8 @@ Invariants:
 
 from __future__ import annotations
 
+import mmap
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +25,9 @@ from kvist.spec import GIB
 if TYPE_CHECKING:
     from kvist.codecs.base import KVCodec
     from kvist.spec import KVSpec
+
+
+_LARGE_PAGE = 2 * 1024 * 1024
 
 
 class BlockArena:
@@ -55,12 +60,13 @@ class BlockArena:
             codec.stored_dim(kv_spec.head_dim),
         )
         try:
-            slab = torch.empty((num_blocks, kv_spec.block_bytes), dtype=torch.uint8, device=device)
-        except (RuntimeError, MemoryError) as error:
+            slab = _allocate(num_blocks * kv_spec.block_bytes, torch.device(device))
+        except (RuntimeError, MemoryError, OSError) as error:
             raise ConfigError(
                 f"[storage] cannot allocate {num_blocks * kv_spec.block_bytes / GIB:.2f} GiB for "
                 f"{num_blocks} KV blocks of {kv_spec.block_bytes:,} bytes; lower --memory-gib"
             ) from error
+        slab = slab.view(num_blocks, kv_spec.block_bytes)
         self._kv_spec = kv_spec
         self._codec = codec
         self._slab = slab
@@ -134,3 +140,19 @@ class BlockArena:
         Mutates: The first ``num_tokens`` positions of ``target``; the rest of it keeps its bytes.
         """
         self._view[target, ..., :num_tokens, :] = self._view[source, ..., :num_tokens, :]
+
+
+def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return (num_bytes,) uint8, not initialised, on large pages where the system has them.
+
+    A decode step reads every block of a context once, a few KiB at a time: on pages of 4 KiB it waits for translations.
+    """
+    if device.type != "cpu":
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    memory = mmap.mmap(-1, num_bytes + _LARGE_PAGE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -whole.data_ptr() % _LARGE_PAGE
+    return whole[start : start + num_bytes]
