@@ -50,4 +50,5 @@ NB_MODULE(_native, module) {
         });
         return sum.load();
       }, nb::arg("phases"), nb::arg("items"), nb::call_guard<nb::gil_scoped_release>());
+  kvist::bind_ceiling(module);
 }

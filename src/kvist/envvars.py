@@ -39,6 +39,15 @@ def models_folder() -> Path:
     return folder
 
 
+def bench_folder() -> Path:
+    """Return the absolute path of the folder for what benchmarks make once; it need not exist yet.
+
+    Raises:
+        ConfigError: As ``models_folder``.
+    """
+    return _cache_folder() / "kvist" / "bench"
+
+
 def child_environment(**changes: str) -> dict[str, str]:
     """Return the environment for a subprocess: this process's own, with ``changes`` on top."""
     return {**os.environ, **changes}

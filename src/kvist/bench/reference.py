@@ -1,0 +1,63 @@
+"""The reference continuations: transformers in float32, computed once and kept.
+
+Responsible for what the outputs of the peers are compared with. Runs as a driver process of this interpreter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvist.bench.peers import DriverPeer, DriverSettings
+from kvist.bench.weights import identity, replacing
+from kvist.bench.work import CHECKED_TOKENS, Batch
+from kvist.envvars import bench_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+ROW = "reference"
+
+
+def reference_settings(weights: Path, threads: int, max_context: int) -> DriverSettings:
+    """Return how the reference is started."""
+    return DriverSettings(
+        name="the reference (transformers)",
+        family="transformers",
+        driver="transformers",
+        python=sys.executable,
+        settings={"weights": str(weights), "threads": threads, "max_context": max_context},
+    )
+
+
+def reference_tokens(
+    settings: DriverSettings,
+    prompts: Sequence[list[int]],
+    on_computed: Callable[[int, int], None],
+) -> dict[tuple[int, ...], list[int]]:
+    """Return the first tokens that follow each prompt.
+
+    Args:
+        settings: From ``reference_settings``.
+        prompts: All that are compared; those with a common beginning next to each other share its computation.
+        on_computed: Called with how many are done, and how many there are.
+    """
+    weights = Path(settings.settings["weights"])
+    key = hashlib.sha256(json.dumps([identity(weights), CHECKED_TOKENS, *prompts]).encode())
+    path = bench_folder() / f"reference-{key.hexdigest()[:16]}.json"
+    if not path.exists():
+        tokens: list[list[int]] = []
+        with DriverPeer(settings) as peer:
+            for prompt in prompts:
+                (output,) = peer.run(ROW, Batch((prompt,), CHECKED_TOKENS))
+                assert output.token_ids is not None
+                tokens.append(list(output.token_ids))
+                on_computed(len(tokens), len(prompts))
+        with replacing(path) as incoming:
+            incoming.write_text(json.dumps(tokens), encoding="utf-8")
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    return {tuple(prompt): ids for prompt, ids in zip(prompts, kept, strict=True)}
