@@ -34,9 +34,11 @@ from kvist.cli.console import (
 )
 from kvist.cli.demo import SHIPPED_DOCUMENT
 from kvist.cli.models import ensure_available
-from kvist.cli.options import flags_of, takes_options
+from kvist.cli.options import Only, flags_of, takes_options
+from kvist.cli.plan import find_spec
 from kvist.config import EngineConfig
 from kvist.model.catalog import resolve
+from kvist.plan import detect_hardware
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 
 PEER_ROWS = ",".join(row.name for row in ROWS)
 CACHELESS = "no KV cache"
+BOUND = "the larger of bytes over bandwidth and operations over rate"
 QUESTION_TOKENS = 64
 """More than the longest question or turn has."""
 
@@ -262,8 +265,6 @@ class Session:
     @property
     def threads(self) -> int:
         """The same for everybody."""
-        from kvist.plan import detect_hardware  # noqa: PLC0415  # slow
-
         return self.config.model.threads or detect_hardware().cpus
 
     @property
@@ -344,6 +345,45 @@ def _progress(name: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+@app.command()
+@takes_options
+def kernels(
+    *,
+    only: Annotated[
+        str, typer.Option(help="only cases whose name has this in it", metavar="TEXT")
+    ] = "",
+    seconds: Annotated[
+        float, typer.Option(help="seconds for timing each case", min=0.001, max=60.0)
+    ] = 0.25,
+    footprint_mib: Annotated[
+        int,
+        typer.Option(help="MiB of weights or K and V that a timed loop goes through", min=1),
+    ] = 128,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="the table goes to stderr; stdout has the JSON line only")
+    ] = False,
+    config: Annotated[EngineConfig, Only("model", "threads")],
+) -> None:
+    """Measure each native kernel against what bounds it: memory reads, or its dominating instructions.
+
+    Ceilings are measured in the same run. A kernel whose result is wrong is not timed, and ends the command with an
+    error. The last line on stdout is JSON.
+    """
+    from kvist.bench.kernels import KernelOptions, measure_kernels  # noqa: PLC0415  # numpy is slow to import
+
+    spec = find_spec(config.model.model)
+    threads = config.model.threads or detect_hardware().cpus
+    if (warning := busy_warning()) is not None:
+        note(warning, style="yellow")
+    with _progress("measuring") as on_done:
+        document = measure_kernels(
+            spec, threads, KernelOptions(only, seconds, footprint_mib * 2**20), on_done
+        )
+    document = {"bench": "kernels", "model": config.model.model, **document}
+    _show_kernels(note_console() if as_json else result_console(), document)
+    print_json(document)
+
+
 # --- the tables
 
 
@@ -396,3 +436,22 @@ def _ratio_table(rows: Sequence[Document]) -> Table:
         ]
         table.add_row(f"{own} / {family}", *cells)
     return table
+
+
+def _show_kernels(console: Console, document: Document) -> None:
+    title = f"{document['threads']} threads, {document['isa']}; the bound is {BOUND}"
+    table = Table("", "time", "reads", "speed", "bound by", "ceiling", "reached", title=title, title_justify="left", box=None)  # fmt: skip
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for case in document["cases"]:
+        unit = "GB/s" if case["bound_by"].startswith("read") else "GOP/s"
+        table.add_row(
+            case["case"],
+            f"{1e6 * case['time_s']:,.1f} us",
+            f"{case['num_bytes'] / case['time_s'] / 1e9:,.1f} GB/s",
+            f"{case['num_operations'] / case['time_s'] / 1e9:,.0f} GOP/s",
+            case["bound_by"],
+            f"{case['ceiling'] / 1e9:,.1f} {unit}",
+            f"{case['fraction']:.0%}",
+        )
+    console.print(table)
