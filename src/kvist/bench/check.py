@@ -12,13 +12,14 @@ and, apart from those, of the requests that ran at the same time.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kvist.bench.work import CHECKED_TOKENS
 from kvist.errors import BenchError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from kvist.bench.work import Batch, Output, Prompt
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"

@@ -5,9 +5,9 @@ beyond their shapes.
 
     time >= max(bytes / read bandwidth, operations / rate of the dominating instructions)
 
-``bytes`` is what must be read or written at least once (weights or K and V, rows in, rows out); the bandwidth is that of
-plain reads by as many threads over a buffer as large as what the timed loop cycles through, so a case whose data stays
-in a cache is compared with that cache. ``operations`` are multiplications and additions; their rate is that of a loop of
+``bytes`` is what must be read or written at least once: weights or K and V, rows in, rows out. The bandwidth is that of
+plain reads by as many threads over a buffer as large as what the timed loop goes through, so a case whose data stays in
+a cache is compared with that cache. ``operations`` are multiplications and additions; their rate is that of a loop of
 the same instructions on registers. The fraction is the bound over the best time. What a kernel does beside that
 (quantising rows, exponentials, merging) counts as loss.
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
@@ -28,6 +27,8 @@ from kvist.bench.machine import machine_document
 from kvist.errors import BenchError, KernelUnavailable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
     from kvist.spec import ModelSpec
 
 # The extension has no type stubs.
@@ -44,7 +45,7 @@ LARGE_SHAPE = (8192, 2048)
 
 NUM_CHECKED_ROWS = 8
 ATTENTION_TOLERANCE = {"raw16": 0.02, "int8": 0.05}
-"""Of the largest |v|. Scores are spread so that a few keys have most of the weight: a wrong key costs more than this."""
+"""Of the largest |v|. Scores are spread so that a few keys have most of the weight: a wrong one costs more."""
 SCORE_SPREAD = 3.0
 CEILING_SECONDS = 0.3
 MIN_REPEATS = 3
@@ -234,7 +235,7 @@ def measure_kernels(
 
 def _extension() -> Native:
     try:
-        from kvist import _native  # type: ignore[attr-defined]  # noqa: PLC0415  # built or not
+        from kvist import _native  # noqa: PLC0415  # built or not
     except ImportError as error:
         raise KernelUnavailable(
             "[bench] the native kernels are not built; install a C++ compiler and Kvist again"
@@ -265,7 +266,7 @@ class Weights:
         self.native, self.pool, self.shape, self.kind = native, pool, shape, kind
 
     @cached_property
-    def packed(self) -> Any:  # Any: of the extension
+    def packed(self) -> Any:  # noqa: ANN401  # of the extension
         """The packed matrix, of random values."""
         weights = np.random.default_rng(7).standard_normal(self.shape, dtype=np.float32)
         group, _ = WEIGHT_KINDS[self.kind]
@@ -531,7 +532,7 @@ def attention_cases(
             yield PlannedCase(full_name, make)
 
 
-def _attention_case(  # noqa: PLR0913, PLR0917  # bound above, not called by hand
+def _attention_case(
     name: str, native: Native, pool: Pool, sizes: AttentionSizes, kind: StepKind, footprint: int
 ) -> Case:
     row_bytes = native.encode_kv(kind.codec, np.ones((1, 1, sizes.head_dim), np.float32)).shape[-1]

@@ -48,7 +48,7 @@ def busy_warning() -> str | None:
     load = os.getloadavg()[0]
     if load < 0.5 * len(os.sched_getaffinity(0)):
         return None
-    return f"the machine is busy (load average {load:.1f}): the times will be wrong, and wrong for some more than others"
+    return f"the machine is busy (load average {load:.1f}): times will be wrong, for some more than others"
 
 
 def _line(path: Path, name: str) -> str | None:

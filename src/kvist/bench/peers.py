@@ -3,9 +3,9 @@
 Responsible for asking one peer for one batch and getting outputs with times back. Knows nothing of rows, runs or
 results.
 
-A driver is a file of ``kvist.bench.drivers`` (or any other), run by path in the interpreter that has the peer's library;
-its process loads once and sleeps on its stdin while others are measured. Its times are taken in that process. A server's
-times are taken here, at the client, HTTP included.
+A driver is a file of ``kvist.bench.drivers`` (or any other), run by path in the interpreter that has the peer's
+library; its process loads once and sleeps on its stdin while others are measured. Its times are taken in that process.
+A server's times are taken here, at the client, HTTP included.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol, Self
@@ -28,7 +29,7 @@ from kvist.envvars import child_environment
 from kvist.errors import BenchError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from kvist.bench.work import Batch, Prompt
 
@@ -102,7 +103,8 @@ class DriverPeer:
             raise BenchError(
                 f"[bench] cannot run {settings.python} for {self.name}: {error.strerror}"
             ) from error
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         try:
             answer = self._ask(op="load", settings=dict(settings.settings))
         except BaseException:
@@ -145,14 +147,16 @@ class DriverPeer:
 
     def close(self) -> None:
         """End the process."""
-        if self._process.poll() is None:
-            assert self._process.stdin is not None
-            try:
-                self._process.stdin.close()
-                self._process.wait(STOP_TIMEOUT_S)
-            except (subprocess.TimeoutExpired, BrokenPipeError):
-                self._process.kill()
-        self._process.wait()
+        assert self._process.stdin is not None
+        # It may be gone, with a request on its way to it.
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join()
         self._stderr.close()
 
     def __enter__(self) -> Self:
@@ -169,7 +173,7 @@ class DriverPeer:
                 self._answers.put(line)
         self._answers.put("")
 
-    def _ask(self, **request: Any) -> dict[str, Any]:  # Any: JSON values
+    def _ask(self, **request: Any) -> dict[str, Any]:  # noqa: ANN401  # JSON values
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request) + "\n")

@@ -104,7 +104,7 @@ def openers(option: PeerOption, common: Common) -> dict[str, Opener]:
         return {option.name: lambda: ServerPeer(option.name, option.where)}
     if option.variant is not None and "/" in option.variant:
         path = Path(option.variant)
-        found = {path.name: (path, {})}
+        found: dict[str, tuple[Path, dict[str, Any]]] = {path.name: (path, {})}
     else:
         chosen = VARIANTS[option.name]
         if option.variant is not None:

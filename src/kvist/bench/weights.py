@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gguf
@@ -19,6 +18,7 @@ from kvist.errors import BenchError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 FILE_TYPES = {"q8_0": 7, "q4_0": 2}
 """llama.cpp's numbers of the kinds of files that can be made here."""

@@ -1,6 +1,7 @@
 """``kvist bench``: Kvist measured, against other engines (``peers``) and against the machine (``kernels``).
 
-Responsible for turning flags into what is measured, and documents into tables. The measuring is ``kvist.bench``'s affair.
+Responsible for turning flags into what is measured, and documents into tables. How is measured
+is ``kvist.bench``'s affair.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from kvist.bench.measure import Sample
     from kvist.bench.peers import Peer
     from kvist.bench.report import Document
-    from kvist.bench.variants import Common, PeerOption
+    from kvist.bench.variants import Common, Opener, PeerOption
     from kvist.bench.work import Row
 
 PEER_ROWS = ",".join(row.name for row in ROWS)
@@ -290,10 +291,16 @@ class Session:
         for option in self.options:
             for name, opener in openers(option, common).items():
                 with working(f"starting {name}"):
-                    started.append(stack.enter_context(opener()))
+                    started.append(_enter(stack, opener))
                 note(f"{name} is ready")
         cacheless = frozenset(set(configs) - set(self.own))
         return {peer: rows_of(peer, self.rows, cacheless) for peer in started}
+
+
+def _enter(stack: ExitStack, opener: Opener) -> Peer:
+    peer = opener()
+    stack.callback(peer.close)
+    return peer
 
 
 def _open_kvist(stack: ExitStack, name: str, config: EngineConfig) -> Peer:
@@ -387,6 +394,13 @@ def kernels(
 # --- the tables
 
 
+def _table(columns: Sequence[str], title: str) -> Table:
+    table = Table("", *columns, title=title, title_justify="left", box=None)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table
+
+
 def _cell_value(unit: str, value: float) -> str:
     return f"{1e3 * value:,.1f} ms" if unit == "s" else f"{value:,.1f}"
 
@@ -397,9 +411,7 @@ def _show_peers(console: Console, document: Document) -> None:
         f"{document['model']}, {document['threads']} threads, prompts of {sizes['prompt_tokens']:,} tokens; median "
         f"(least to greatest) of {document['runs']} interleaved runs"
     )
-    table = Table("", *[row["title"] for row in document["rows"]], title=title, title_justify="left", box=None)  # fmt: skip
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = _table([row["title"] for row in document["rows"]], title)
     for peer in document["peers"]:
         cells = [_cell(row, peer["name"]) for row in document["rows"]]
         table.add_row(peer["name"], *cells)
@@ -422,9 +434,7 @@ def _ratio_table(rows: Sequence[Document]) -> Table:
         dict.fromkeys((ratio["kvist"], ratio["family"]) for row in rows for ratio in row["ratios"])
     )
     title = "times faster than the best setting of each engine (~: runs overlap)"
-    table = Table("", *[row["title"] for row in rows], title=title, title_justify="left", box=None)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = _table([row["title"] for row in rows], title)
     for own, family in pairs:
         cells = [
             "".join(
@@ -440,9 +450,7 @@ def _ratio_table(rows: Sequence[Document]) -> Table:
 
 def _show_kernels(console: Console, document: Document) -> None:
     title = f"{document['threads']} threads, {document['isa']}; the bound is {BOUND}"
-    table = Table("", "time", "reads", "speed", "bound by", "ceiling", "reached", title=title, title_justify="left", box=None)  # fmt: skip
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = _table(["time", "reads", "speed", "bound by", "ceiling", "reached"], title)
     for case in document["cases"]:
         unit = "GB/s" if case["bound_by"].startswith("read") else "GOP/s"
         table.add_row(

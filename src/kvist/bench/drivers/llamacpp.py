@@ -126,16 +126,16 @@ class Context:
             llama_cpp.llama_memory_seq_cp(self._memory, 0, sequence, 0, -1)
             self._held[sequence] = list(self._held[0])
         rests = [prompt[len(self._held[0]) :] for prompt in prompts]
-        latest = self._advance(list(zip(sequences, rests)))  # noqa: B905  # Python 3.9
+        latest = self._advance(list(zip(sequences, rests)))
         outputs: list[tuple[list[int], list[float]]] = [([], []) for _ in prompts]
         while True:
             now_s = time.perf_counter()
-            for (token_ids, times_s), token_id in zip(outputs, latest):  # noqa: B905  # Python 3.9
+            for (token_ids, times_s), token_id in zip(outputs, latest):
                 token_ids.append(token_id)
                 times_s.append(now_s)
             if len(outputs[0][0]) == max_tokens:
                 break
-            latest = self._advance([(s, [t]) for s, t in zip(sequences, latest)])  # noqa: B905  # Python 3.9
+            latest = self._advance([(s, [t]) for s, t in zip(sequences, latest)])
         for sequence in sequences:
             self._keep(sequence, 0)
         return outputs
@@ -182,7 +182,7 @@ class Context:
 def common_len(left: list[int], right: list[int]) -> int:
     """Return how many leading tokens are equal."""
     length = 0
-    for a, b in zip(left, right):  # noqa: B905  # Python 3.9
+    for a, b in zip(left, right):
         if a != b:
             break
         length += 1

@@ -68,7 +68,7 @@ class Driver:
         while self._pipeline.has_non_finished_requests():
             self._pipeline.step()
             now_s = time.perf_counter()
-            for handle, (token_ids, times_s) in zip(handles, outputs):  # noqa: B905  # Python 3.9
+            for handle, (token_ids, times_s) in zip(handles, outputs):
                 while handle.can_read():
                     for output in handle.read().values():
                         token_ids.extend(output.generated_ids)

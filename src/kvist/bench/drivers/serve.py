@@ -1,14 +1,15 @@
 """Run one peer in a process of its own, told what to do by JSON lines on stdin, answering with JSON lines on stdout.
 
-Run by path in the interpreter that has the peer (``python serve.py openvino``), so nothing here or in the drivers beside
-it imports Kvist. A driver is a file that defines ``Driver``:
+Run by path in the interpreter that has the peer (``python serve.py openvino``), so neither this file nor a driver
+imports Kvist, but for the one that runs it. A driver is a file that defines ``Driver``:
 
-    Driver(settings)              loads; ``settings`` has ``weights`` (a path), ``threads``, ``max_context`` and ``variant``
+    Driver(settings)              loads; ``settings`` has ``weights`` (a path), ``threads``, ``max_context`` and options
     describe() -> dict            versions and settings, for the report
     generate(row, prompts, max_tokens) -> list of (token_ids, times_s)
                                   greedy, end tokens ignored, all prompts at once; a clock reading after each token
 
-Requests:  {"op": "load", "settings": {...}}, {"op": "generate", "row": ..., "prompts": [[id, ...], ...], "max_tokens": n}
+Requests:  {"op": "load", "settings": {...}}
+           {"op": "generate", "row": ..., "prompts": [[id, ...], ...], "max_tokens": n}
 Answers:   {"ok": true, ...} or {"ok": false, "error": "..."}; the end of stdin ends the process.
 
 What libraries print goes to stderr: stdout is the protocol's alone.

@@ -57,7 +57,7 @@ class Driver:
             )
             latest = result.logits[:, -1].argmax(dim=-1, keepdim=True)
             now_s = time.perf_counter()
-            for (token_ids, times_s), token_id in zip(outputs, latest[:, 0].tolist()):  # noqa: B905  # Python 3.9
+            for (token_ids, times_s), token_id in zip(outputs, latest[:, 0].tolist()):
                 token_ids.append(token_id)
                 times_s.append(now_s)
         if len(prompts) == 1:
@@ -100,7 +100,7 @@ def _load_file(path: Path) -> Any:
 
 def _common_len(left: list[int], right: list[int]) -> int:
     length = 0
-    for a, b in zip(left, right):  # noqa: B905  # Python 3.9
+    for a, b in zip(left, right):
         if a != b:
             break
         length += 1
