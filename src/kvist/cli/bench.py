@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 PEER_ROWS = ",".join(row.name for row in ROWS)
 CACHELESS = "no KV cache"
+FILE_WIDTH = 160
 BOUND = "the larger of bytes over bandwidth and operations over rate"
 QUESTION_TOKENS = 64
 """More than the longest question or turn has."""
@@ -401,6 +402,15 @@ def _table(columns: Sequence[str], title: str) -> Table:
     return table
 
 
+def _print(console: Console, table: Table) -> None:
+    # Into a file or a pipe as wide as it is: nobody reads columns of three letters.
+    console.print(table, width=None if console.is_terminal else FILE_WIDTH)
+
+
+def _shown_unit(unit: str) -> str:
+    return "ms" if unit == "s" else unit
+
+
 def _cell_value(unit: str, value: float) -> str:
     return f"{1e3 * value:,.1f} ms" if unit == "s" else f"{value:,.1f}"
 
@@ -411,21 +421,24 @@ def _show_peers(console: Console, document: Document) -> None:
         f"{document['model']}, {document['threads']} threads, prompts of {sizes['prompt_tokens']:,} tokens; median "
         f"(least to greatest) of {document['runs']} interleaved runs"
     )
-    table = _table([row["title"] for row in document["rows"]], title)
+    table = _table(
+        [f"{row['title']}, {_shown_unit(row['unit'])}" for row in document["rows"]], title
+    )
     for peer in document["peers"]:
         cells = [_cell(row, peer["name"]) for row in document["rows"]]
         table.add_row(peer["name"], *cells)
-    console.print(table)
+    _print(console, table)
     if any(row["ratios"] for row in document["rows"]):
-        console.print(_ratio_table(document["rows"]))
+        _print(console, _ratio_table(document["rows"]))
 
 
 def _cell(row: Document, name: str) -> str:
     summary = row["peers"].get(name)
     if summary is None:
         return ""
-    least, greatest = (_cell_value(row["unit"], summary[key]) for key in ("min", "max"))
-    return f"{_cell_value(row['unit'], summary['median'])}\n({least} to {greatest})"
+    scale = 1e3 if row["unit"] == "s" else 1.0
+    median, least, greatest = (f"{scale * summary[key]:,.1f}" for key in ("median", "min", "max"))
+    return f"{median}\n({least} to {greatest})"
 
 
 def _ratio_table(rows: Sequence[Document]) -> Table:
@@ -462,4 +475,4 @@ def _show_kernels(console: Console, document: Document) -> None:
             f"{case['ceiling'] / 1e9:,.1f} {unit}",
             f"{case['fraction']:.0%}",
         )
-    console.print(table)
+    _print(console, table)
