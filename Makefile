@@ -11,39 +11,66 @@ WORKERS ?= auto
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check format bench clean
+.PHONY: help demo test test-slow test-native-asan native check check-native format bench clean
+
+NATIVE_SOURCES := CMakeLists.txt $(wildcard native/src/* native/include/kvist/*)
+# One build folder for all editable installations: what did not change is not compiled again. Without isolation, since
+# the headers of nanobind must stay where they were.
+INSTALL := $(BIN)/python -m pip install --no-compile --no-build-isolation --config-settings build-dir=build/native --editable
+CMAKE := PATH="$(abspath $(BIN)):$$PATH" cmake
+CONFIGURE := $(CMAKE) -S . -G Ninja -DPython_EXECUTABLE="$(abspath $(BIN))/python"
+# The build under the sanitizers, and beside it the Python files it is tested with.
+ASAN := build/native-asan
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.installed ## install, pull the embedded model, show what the prompt cache saves
+demo: $(VENV)/.native ## install, pull the embedded model, show what the prompt cache saves
 	$(BIN)/kvist pull smollm2-135m
 	$(BIN)/kvist demo $(ARGS)
 
-test: $(VENV)/.installed-test ## install, pull the embedded model, run all tests but the slow ones
+test: $(VENV)/.installed-test $(VENV)/.native ## install, pull the embedded model, run all tests but the slow ones
 	$(BIN)/kvist pull smollm2-135m
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/.installed-test ## run the soaks that take minutes
+test-slow: $(VENV)/.installed-test $(VENV)/.native ## run the soaks that take minutes
 	$(BIN)/kvist pull smollm2-135m
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(ARGS)
 
-check: $(VENV)/.installed-dev ## format, lint, types, layers, spelling
+test-native-asan: $(VENV)/.installed-test ## run the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	$(CONFIGURE) -B $(ASAN) -DKVIST_SANITIZE=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo
+	$(CMAKE) --build $(ASAN)
+	rm -rf $(ASAN)/package && mkdir $(ASAN)/package
+	cp -rs "$(CURDIR)/src/kvist" $(ASAN)/package && cp --remove-destination $(ASAN)/_native*.so $(ASAN)/package/kvist
+	# --capture=sys: the report of a sanitizer is written past Python.
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc PYTHONPATH=$(ASAN)/package \
+		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+		$(BIN)/python -m pytest -p no:cacheprovider --capture=sys tests/native $(ARGS)
+
+native: $(VENV)/.native ## build the native kernels into src/kvist, after a change to native/
+
+check: check-native $(VENV)/.installed-dev ## format, lint, types, layers, spelling, warnings of the C++ compiler
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 
+check-native: $(VENV)/.installed-dev
+	$(BIN)/clang-format --dry-run --Werror $(filter native/%,$(NATIVE_SOURCES))
+	$(CONFIGURE) -B build/native-check -DKVIST_WERROR=ON
+	$(CMAKE) --build build/native-check
+
 format: $(VENV)/.installed-dev ## lay the code out, and fix what can be fixed safely
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(filter native/%,$(NATIVE_SOURCES))
 
-bench: $(VENV)/.installed-test ## measure what the control plane costs
+bench: $(VENV)/.installed-test $(VENV)/.native ## measure what the control plane costs
 	$(BIN)/python benchmarks/control_plane.py $(ARGS)
 
 clean: ## remove the virtual environment and everything that was built; pulled models stay
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage htmlcov
+	rm -rf $(VENV) build dist src/kvist/_native*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage htmlcov
 	find src tests benchmarks -name __pycache__ -type d -exec rm -rf {} +
 
 $(BIN)/python:
@@ -53,15 +80,23 @@ $(BIN)/python:
 
 # A finished installation leaves a stamp, so that the next run starts at once; a changed pyproject.toml renews it.
 # --no-compile: thousands of modules of torch and transformers are never imported, and compiling them takes a minute.
-$(VENV)/.installed: pyproject.toml | $(BIN)/python
+$(VENV)/.installed: pyproject.toml tools/build_requirements.py | $(BIN)/python
 	$(BIN)/python tools/check_torch.py
-	$(BIN)/python -m pip install --no-compile --editable .
-	touch $@
+	$(BIN)/python tools/build_requirements.py | $(BIN)/python -m pip install --quiet --requirement /dev/stdin
+	$(INSTALL) .
+	$(BIN)/kvist --version
+	touch $(VENV)/.native $@
 
 $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --no-compile --editable '.[test]'
+	$(INSTALL) '.[test]' --quiet
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --no-compile --editable '.[dev]'
+	$(INSTALL) '.[dev]' --quiet
+	touch $@
+
+# The installation has built the kernels; after that, only what changed. Its build folder is unfinished where there was
+# no compiler, and then there is nothing to keep up to date.
+$(VENV)/.native: $(NATIVE_SOURCES) | $(VENV)/.installed
+	@test ! -f build/native/build.ninja || { set -x; $(CMAKE) --build build/native; }
 	touch $@

@@ -2,6 +2,8 @@
 //
 // Every function checks its arguments and raises; the kernels behind it take them as they are.
 
+#include "bindings.h"
+
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -9,7 +11,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "bindings.h"
 #include "kvist/isa.h"
 #include "kvist/pool.h"
 
@@ -27,28 +28,35 @@ NB_MODULE(_native, module) {
   module.def("isa", [] { return std::string(kvist::isa_name(kvist::current_isa())); });
   module.def("force_isa", [](const std::string& name) { kvist::force_isa(name); }, nb::arg("name"));
   nb::class_<kvist::Pool>(module, "Pool")
-      .def("__init__",
-           [](kvist::Pool* self, int num_threads) {
-             if (num_threads < 1 || num_threads > 1024) {
-               throw std::invalid_argument("[native] expected 1 to 1024 threads, received " +
-                                           std::to_string(num_threads));
-             }
-             new (self) kvist::Pool(num_threads);
-           },
-           nb::arg("num_threads"))
-      .def_prop_ro("num_threads", &kvist::Pool::num_threads)
-      .def("check", [](kvist::Pool& pool, int phases, int items) {
-        // Every item of every phase claimed exactly once: the sum a test knows.
-        std::atomic<long long> sum{0};
-        pool.run([&](kvist::Worker& worker) {
-          for (int phase = 0; phase < phases; ++phase) {
-            for (int item = worker.claim(items); item >= 0; item = worker.claim(items)) {
-              sum.fetch_add(item + 1, std::memory_order_relaxed);
+      .def(
+          "__init__",
+          [](kvist::Pool* self, int num_threads) {
+            if (num_threads < 1 || num_threads > 1024) {
+              throw std::invalid_argument("[native] expected 1 to 1024 threads, received " +
+                                          std::to_string(num_threads));
             }
-            worker.barrier();
-          }
-        });
-        return sum.load();
-      }, nb::arg("phases"), nb::arg("items"), nb::call_guard<nb::gil_scoped_release>());
+            new (self) kvist::Pool(num_threads);
+          },
+          nb::arg("num_threads"))
+      .def_prop_ro("num_threads", &kvist::Pool::num_threads)
+      .def(
+          "check",
+          [](kvist::Pool& pool, int phases, int items) {
+            // Every item of every phase claimed exactly once: the sum a test knows.
+            std::atomic<long long> sum{0};
+            pool.run([&](kvist::Worker& worker) {
+              for (int phase = 0; phase < phases; ++phase) {
+                for (int item = worker.claim(items); item >= 0; item = worker.claim(items)) {
+                  sum.fetch_add(item + 1, std::memory_order_relaxed);
+                }
+                worker.barrier();
+              }
+            });
+            return sum.load();
+          },
+          nb::arg("phases"), nb::arg("items"), nb::call_guard<nb::gil_scoped_release>());
+  kvist::bind_linear(module);
+  kvist::bind_attention(module);
+  kvist::bind_model(module);
   kvist::bind_ceiling(module);
 }

@@ -113,7 +113,7 @@ void Pool::serve(int index) {
   }
 }
 
-void Pool::run_raw(Function function, void* context) {
+void Pool::run_raw(Function function, const void* context) {
   while (busy_.test_and_set(std::memory_order_acquire)) {
     busy_.wait(true, std::memory_order_relaxed);
   }

@@ -5,6 +5,8 @@ import, so tests and embedding programs may set variables at any time.
 
     KVIST_MODELS      folder of pulled models; default: <cache>/kvist/models
     XDG_CACHE_HOME    the user's cache folder; default: ~/.cache
+    KVIST_ISA         instruction set of the native kernels, for tests and bug reports; read by the extension itself,
+                      at the first kernel; default: the best that the CPU has
 
 ``HF_TOKEN``, ``HF_ENDPOINT`` and their kin are read by huggingface-hub, pip's variables by pip.
 """

@@ -142,15 +142,19 @@ class ModelSpec:
         return self.num_layers * (attention + mlp + norms + bias) + embeddings + self.hidden_size
 
 
-CODEC_BITS: dict[str, int] = {"raw16": 16, "float32": 32}
-"""Bits per stored K or V value of each codec, metadata included. ``raw16`` is bfloat16."""
+CODEC_BITS: dict[str, int] = {"raw16": 16, "int8": 8, "float32": 32}
+"""Bits of a stored K or V value in each codec, without its scales. ``raw16`` is bfloat16."""
+
+CODEC_SCALE_GROUP: dict[str, int] = {"int8": 64}
+"""Values of one position and head that share a scale of 16 bits, for codecs that have scales."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVSpec:
     """Shape of one KV block: K and V of all layers for ``block_size`` positions, one contiguous byte range.
 
-    Layout: ``(L, 2, K, P, D)``, row-major; index 0 of the second axis is K, 1 is V (docs/formats/kv_block.md).
+    Layout: ``(L, 2, K, P, N)``, row-major, N elements of the codec for D values; index 0 of the second axis is K, index
+    1 is V (docs/formats/kv_block.md).
     """
 
     num_layers: int
@@ -165,10 +169,16 @@ class KVSpec:
             raise ConfigError(msg)
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of K, or of V, of one position and head: the values and their scales."""
+        group = CODEC_SCALE_GROUP.get(self.codec)
+        num_scales = 0 if group is None else -(-self.head_dim // group)
+        return self.head_dim * CODEC_BITS[self.codec] // 8 + 2 * num_scales
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of K and V of one position over all layers."""
-        values = 2 * self.num_layers * self.num_kv_heads * self.head_dim
-        return values * CODEC_BITS[self.codec] // 8
+        return 2 * self.num_layers * self.num_kv_heads * self.row_bytes
 
     @property
     def block_bytes(self) -> int:

@@ -38,6 +38,15 @@ def test_float32_takes_twice_the_bytes() -> None:
     assert wide.block_bytes == 2 * narrow.block_bytes
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "row_bytes"), [(8, 10), (64, 66), (65, 69), (80, 84), (128, 132), (256, 264)]
+)
+def test_int8_takes_a_byte_a_value_and_two_for_each_64(head_dim: int, row_bytes: int) -> None:
+    spec = KVSpec(num_layers=30, num_kv_heads=3, head_dim=head_dim, block_size=16, codec="int8")
+    assert spec.row_bytes == row_bytes
+    assert spec.block_bytes == 16 * 30 * 2 * 3 * row_bytes
+
+
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (63, 1), (64, 1), (65, 2)])
 def test_num_blocks_rounds_up(tokens: int, blocks: int) -> None:
     assert (

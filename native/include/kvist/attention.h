@@ -4,17 +4,18 @@
 // positions, and reads the positions [0, context_lens[s]) through its block table. K and V of the step's own rows are
 // in the blocks already. Positions no query may see are never read.
 //
-// A block is (L, 2, K, P, N) row-major: per layer, K then V, per KV head, P positions of `row_bytes` each:
-//
-//   codec    a row of D values
-//   raw16    D bfloat16
-//   int8     D int8 codes, then one float16 scale for each group of 64 values (the last may be shorter): value = code *
-//            scale, scale = max|x| / 127 of its group rounded to float16 (never down to 0 for a nonzero group), codes in
-//            [-127, 127]; a group of zeros has scale 0
+// A block is (L, 2, K, P, N) row-major: per layer, K then V, per KV head, P positions of `row_bytes` each, in the
+// format of a codec (kv_codec.h).
 //
 // The work is planned once per step and window, and used by every layer: items for the pool, and merges of items that
-// saw different parts of one row's keys (by log-sum-exp). Blocks that several sequences share, as the block tables show,
-// are read once for all of them: their query rows are stacked.
+// saw different parts of one row's keys (by log-sum-exp). Blocks that several sequences share, as the block tables
+// show, are read once for all of them: their query rows are stacked. Sequences with many query rows in the step, and
+// sequences longer than the window, keep to themselves.
+//
+// Numerics: softmax is exact up to float32 with serial. The vectorised versions may use fixed point where many rows
+// share a tile of keys: their error stays below 2e-3 of the range of V, which is the rounding of a bfloat16 result. A
+// result does not depend on which thread runs what, but it depends, within that tolerance, on the grouping and the
+// splits.
 #pragma once
 
 #include <cstddef>
@@ -22,17 +23,16 @@
 #include <memory>
 
 #include "kvist/isa.h"
+#include "kvist/kv_codec.h"
 
 namespace kvist {
 
-enum class KvCodec : int { kRaw16 = 0, kInt8 = 1 };
-
 struct KvLayout {
   KvCodec codec;
-  int num_kv_heads;    // K
-  int block_size;      // P
-  int head_dim;        // D, a multiple of 8 up to 256
-  int row_bytes;       // N * element size
+  int num_kv_heads;           // K
+  int block_size;             // P
+  int head_dim;               // D, a multiple of 8 up to 256
+  int row_bytes;              // N * element size
   std::int64_t block_stride;  // bytes from one block to the next, all layers in between
 };
 
@@ -42,42 +42,62 @@ struct KvLayer {
 };
 
 struct AttentionBatch {
-  int num_sequences;                  // S
-  const std::int32_t* query_starts;   // S + 1
-  const std::int32_t* context_lens;   // S
-  const std::int32_t* table_starts;   // S + 1 offsets into block_ids
+  int num_sequences;                 // S
+  const std::int32_t* query_starts;  // S + 1
+  const std::int32_t* context_lens;  // S
+  const std::int32_t* table_starts;  // S + 1 offsets into block_ids
   const std::int32_t* block_ids;
 };
 
 struct AttentionShape {
   KvLayout layout;
-  int num_heads;     // H, a multiple of K
+  int num_heads;  // H, a multiple of K
   float scale;
-  float softcap;     // 0: none
-  int window;        // keys a query sees at most, itself included; 0: all
+  float softcap;  // 0: none
+  int window;     // keys a query sees at most, itself included; 0: all
 };
 
 // Where queries come from and results go; rows are float32.
 struct AttentionRows {
-  const float* queries;          // row r, head h, at queries + r * query_stride + h * D
+  const float* queries;  // row r, head h, at queries + r * query_stride + h * D
   std::ptrdiff_t query_stride;
-  float* out;                    // row r, head h, at out + r * out_stride + h * D
+  float* out;  // row r, head h, at out + r * out_stride + h * D
   std::ptrdiff_t out_stride;
 };
 
-class AttentionPlan {
- public:
-  virtual ~AttentionPlan() = default;
-  virtual int num_items() const = 0;
-  virtual int num_merges() const = 0;             // 0: no barrier and no second phase needed
-  virtual std::size_t scratch_bytes() const = 0;  // per thread
-  // Both phases: any order, any thread, each index once per layer; a barrier between them.
-  virtual void run(int item, const KvLayer& layer, const AttentionRows& rows, std::uint8_t* scratch) = 0;
-  virtual void merge(int index, const AttentionRows& rows) = 0;
+// What a plan does, in counts that do not depend on timing.
+struct AttentionPlanInfo {
+  int num_items;
+  int num_merges;
+  int num_shared;            // ranges of keys read once for several sequences, before they are split over threads
+  std::int64_t blocks_read;  // per layer and KV head: the blocks of all items
 };
 
-// Plans a step. The arrays of the batch need not outlive the call. Partial results live in the plan.
-std::unique_ptr<AttentionPlan> plan_attention(Isa isa, const AttentionShape& shape, const AttentionBatch& batch,
-                                              int num_threads);
+// Holds the plan of one step and window. A long-lived object: `assign` replaces the plan and keeps the memory, so that
+// planning a step allocates nothing once the buffers have grown.
+class AttentionPlan {
+ public:
+  AttentionPlan();
+  ~AttentionPlan();
+  AttentionPlan(const AttentionPlan&) = delete;
+  AttentionPlan& operator=(const AttentionPlan&) = delete;
+
+  // Plans a step. The arrays of the batch need not outlive the call. A sequence may have no rows.
+  void assign(Isa isa, const AttentionShape& shape, const AttentionBatch& batch, int num_threads);
+
+  int num_items() const;
+  int num_merges() const;             // 0: no barrier and no second phase needed
+  std::size_t scratch_bytes() const;  // per thread, aligned to kAlignment
+  AttentionPlanInfo info() const;
+
+  // Both phases: any order, any thread, each index once per layer; a barrier between them. Partial results live in the
+  // plan: one layer at a time. Each call writes places of its own.
+  void run(int item, const KvLayer& layer, const AttentionRows& rows, std::uint8_t* scratch) const;
+  void merge(int index, const AttentionRows& rows) const;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
 
 }  // namespace kvist

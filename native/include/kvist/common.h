@@ -1,6 +1,6 @@
 // Small things every kernel needs: number formats, alignment, integer division.
 //
-// Nothing here depends on an instruction set beyond the architecture's oldest.
+// Functions are static: each file compiles its own for its own instruction set, and none can leak into another.
 #pragma once
 
 #include <bit>
@@ -14,22 +14,22 @@ namespace kvist {
 inline constexpr std::size_t kAlignment = 64;
 
 template <typename T>
-constexpr T ceil_div(T value, T divisor) {
+static constexpr T ceil_div(T value, T divisor) {
   return (value + divisor - 1) / divisor;
 }
 
 template <typename T>
-constexpr T round_up(T value, T multiple) {
+static constexpr T round_up(T value, T multiple) {
   return ceil_div(value, multiple) * multiple;
 }
 
 // bfloat16 is the upper half of a float32.
-inline float bf16_to_f32(std::uint16_t bits) {
+static inline float bf16_to_f32(std::uint16_t bits) {
   return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
 }
 
 // Rounds to nearest, ties to even; a NaN stays one.
-inline std::uint16_t f32_to_bf16(float value) {
+static inline std::uint16_t f32_to_bf16(float value) {
   const auto bits = std::bit_cast<std::uint32_t>(value);
   if ((bits & 0x7fffffffU) > 0x7f800000U) {
     return static_cast<std::uint16_t>((bits >> 16) | 0x0040U);

@@ -44,9 +44,9 @@ struct PackedLinear {
 };
 
 struct Epilogue {
-  float* out;               // (rows, N) or (rows, N / 2) with a gate
+  float* out;  // (rows, N) or (rows, N / 2) with a gate
   std::ptrdiff_t out_stride;
-  const float* residual;    // same shape as out, or null; may be `out` itself
+  const float* residual;  // same shape as out, or null; may be `out` itself
   std::ptrdiff_t residual_stride;
 };
 

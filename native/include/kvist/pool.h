@@ -48,15 +48,14 @@ class Pool {
   // Runs body(worker) on every thread, denormals flushed to zero, and returns when all are done. One run at a time:
   // callers on several threads take turns. `body` must not throw.
   template <typename Body>
-  void run(Body&& body) {
-    run_raw([](void* context, Worker& worker) { (*static_cast<Body*>(context))(worker); },
-            const_cast<void*>(static_cast<const void*>(&body)));
+  void run(const Body& body) {
+    run_raw([](const void* context, Worker& worker) { (*static_cast<const Body*>(context))(worker); }, &body);
   }
 
  private:
   friend class Worker;
-  using Function = void (*)(void*, Worker&);
-  void run_raw(Function function, void* context);
+  using Function = void (*)(const void*, Worker&);
+  void run_raw(Function function, const void* context);
   void serve(int index);
   void wait_change(const std::atomic<std::uint32_t>& value, std::uint32_t old);
 
@@ -68,7 +67,7 @@ class Pool {
   alignas(64) std::atomic<int> next_item_{0};
   alignas(64) std::atomic<std::uint32_t> sleepers_{0};
   Function function_ = nullptr;
-  void* context_ = nullptr;
+  const void* context_ = nullptr;
   std::atomic<bool> stopping_{false};
   std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
 };

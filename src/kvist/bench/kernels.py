@@ -24,14 +24,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvist.bench.machine import machine_document
-from kvist.errors import BenchError, KernelUnavailable
+from kvist.errors import BenchError
+from kvist.kernels.native import extension
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from kvist.spec import ModelSpec
 
-# The extension has no type stubs.
+# The extension, or what tests put in its place.
 Native = Any
 Pool = Any
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -202,7 +203,7 @@ def measure_kernels(
         BenchError: A kernel's result is wrong, or there is no case of the name asked for.
         KernelUnavailable: The extension was not built.
     """
-    native = _extension()
+    native = extension()
     pool = native.Pool(threads)
     ceilings = Ceilings(native, pool, CEILING_SECONDS)
 
@@ -231,16 +232,6 @@ def measure_kernels(
         "ceilings": ceilings.rates,
         "cases": [dataclasses.asdict(result) for result in results],
     }
-
-
-def _extension() -> Native:
-    try:
-        from kvist import _native  # noqa: PLC0415  # built or not
-    except ImportError as error:
-        raise KernelUnavailable(
-            "[bench] the native kernels are not built; install a C++ compiler and Kvist again"
-        ) from error
-    return _native
 
 
 # --- linear layers

@@ -16,7 +16,8 @@ import typer
 
 import kvist
 from kvist.cli import bench, cache, chat, demo, generate, plan, pull, replay, serve
-from kvist.cli.console import set_up_logging
+from kvist.cli.console import reported_errors, set_up_logging
+from kvist.kernels import native
 
 app = typer.Typer(
     name="kvist",
@@ -39,7 +40,8 @@ app.add_typer(cache.app)
 
 def _show_version(value: bool) -> None:  # noqa: FBT001  # the signature of a typer callback
     if value:
-        typer.echo(f"kvist {kvist.__version__}")
+        with reported_errors():
+            typer.echo(f"kvist {kvist.__version__} ({native.describe()})")
         raise typer.Exit
 
 
@@ -48,7 +50,12 @@ def _global_options(
     *,
     version: Annotated[  # noqa: ARG001  # handled by its callback
         bool,
-        typer.Option("--version", help="show the version", callback=_show_version, is_eager=True),
+        typer.Option(
+            "--version",
+            help="show the version, and what the kernels run on",
+            callback=_show_version,
+            is_eager=True,
+        ),
     ] = False,
     debug: Annotated[
         bool,

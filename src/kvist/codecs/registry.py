@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvist.codecs.int8 import INT8
 from kvist.codecs.raw import FLOAT32, RAW16
 from kvist.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvist.codecs.base import KVCodec
 
-_CODECS: dict[str, KVCodec] = {codec.name: codec for codec in (RAW16, FLOAT32)}
+_CODECS: dict[str, KVCodec] = {codec.name: codec for codec in (RAW16, INT8, FLOAT32)}
 
 
 def get(name: str) -> KVCodec:

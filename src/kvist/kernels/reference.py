@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, assert_never
 import torch
 from torch.nn import functional
 
+from kvist.kernels.kv_rows import read, widen
 from kvist.spec import Activation
 
 if TYPE_CHECKING:
@@ -29,9 +30,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     Returns:
         (..., N) in x's dtype.
     """
-    values = _widen(x)
+    values = widen(x)
     scale = torch.rsqrt(values.square().mean(dim=-1, keepdim=True) + eps)
-    return (values * scale * _widen(weight)).to(x.dtype)
+    return (values * scale * widen(weight)).to(x.dtype)
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -50,8 +51,8 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     Source: Su et al. 2021, RoFormer, eq. 34, with the pairing of Hugging Face's ``rotate_half``.
     """
     half = cos.shape[-1]
-    values = _widen(x)
-    cos, sin = _widen(cos)[:, None], _widen(sin)[:, None]
+    values = widen(x)
+    cos, sin = widen(cos)[:, None], widen(sin)[:, None]
     first, second, rest = torch.split(values, [half, half, x.shape[-1] - 2 * half], dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
     return rotated.to(x.dtype)
@@ -67,7 +68,7 @@ def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     Returns:
         (T, I) in gate_up's dtype.
     """
-    gates, ups = _widen(gate_up).chunk(2, dim=-1)
+    gates, ups = widen(gate_up).chunk(2, dim=-1)
     return (activate(gates, activation) * ups).to(gate_up.dtype)
 
 
@@ -96,8 +97,9 @@ def attention(
 
     Args:
         q: (T, H, D) queries, the rows of ``batch``.
-        kv: (B, 2, K, P, D) one layer of the arena, the step's own K and V already written; any float dtype. H is a
-            multiple of K: query head ``h`` reads KV head ``h // (H / K)``.
+        kv: (B, 2, K, P, N) one layer of the arena, the step's own K and V already written: D numbers of any float
+            dtype, or the bytes of an int8 row (``kv_rows.read``). H is a multiple of K: query head ``h`` reads KV head
+            ``h // (H / K)``.
         batch: Which rows read which blocks.
         scale: Multiplies q.k.
         window: Keys a token sees at most, itself included (>= 1); None: all before it.
@@ -113,10 +115,12 @@ def attention(
     outputs = []
     for index, context_len in enumerate(batch.context_lens):
         rows = slice(batch.query_starts[index], batch.query_starts[index + 1])
-        queries = _widen(q[rows])
+        queries = widen(q[rows])
         blocks = kv[batch.block_tables[index]]
         # (blocks, 2, K, P, D) -> (2, positions, K, D), then one copy of each KV head per query head
-        keys, values = _widen(blocks).permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :context_len]
+        keys, values = (
+            read(blocks, q.shape[2]).permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :context_len]
+        )
         keys = keys.repeat_interleave(num_heads // num_kv_heads, dim=1)
         values = values.repeat_interleave(num_heads // num_kv_heads, dim=1)
         scores = torch.einsum("thd,chd->htc", queries, keys) * scale
@@ -130,7 +134,3 @@ def attention(
         weights = scores.masked_fill(~is_visible, float("-inf")).softmax(dim=-1)
         outputs.append(torch.einsum("htc,chd->thd", weights, values))
     return torch.cat(outputs).to(q.dtype)
-
-
-def _widen(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float64 else x.to(torch.float32)

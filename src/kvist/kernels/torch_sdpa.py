@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvist.errors import KernelUnavailable
+from kvist.kernels.kv_rows import decode_int8
 from kvist.kernels.parts import PartKind, cut
 
 if TYPE_CHECKING:
@@ -50,12 +51,12 @@ def attention(
     queries = q.to(torch.float32)
     output = torch.empty_like(queries, memory_format=torch.contiguous_format)
     log_sums = torch.empty(q.shape[:2])
-    max_gathered = max(1, GATHERED_BYTES // (2 * 4 * kv.shape[2] * kv.shape[4]))
+    max_gathered = max(1, GATHERED_BYTES // (2 * 4 * kv.shape[2] * q.shape[2]))
     for part in cut(batch, window, max_gathered):
         rows = queries[part.rows]
         states = [] if part.is_first else [(output[part.rows], log_sums[part.rows])]
         for piece in part.pieces:
-            keys, values = _gather(kv, part, piece)
+            keys, values = _gather(kv, part, piece, q.shape[2])
             if softcap is not None:
                 states.append(_attend_capped(rows, keys, values, part, scale, softcap))
             elif part.kind is PartKind.FULL and len(rows) > 1:
@@ -79,10 +80,14 @@ def _merge(states: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tenso
     return merged, total
 
 
-def _gather(kv: torch.Tensor, part: Part, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+def _gather(
+    kv: torch.Tensor, part: Part, piece: Piece, head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the piece's keys and values, (num_sequences, K, keys, D) float32 each."""
-    _, _, num_kv_heads, block_size, head_dim = kv.shape
+    num_kv_heads, block_size = kv.shape[2:4]
     blocks = kv.index_select(0, piece.table)
+    if blocks.dtype == torch.uint8:
+        blocks = decode_int8(blocks, head_dim)
     blocks = blocks.view(part.num_sequences, -1, 2, num_kv_heads, block_size, head_dim)
     blocks = blocks.permute(2, 3, 0, 1, 4, 5)
     # One pass converts and transposes; .to(float32) would keep the strides and need a second.

@@ -9,6 +9,7 @@ Sources: llama.cpp's conversion script for the order of query and key rows in GG
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -22,7 +23,7 @@ from kvist.model.spec_readers import read_json
 from kvist.spec import GIB
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from kvist.model.layout import Part
@@ -61,6 +62,30 @@ def load_decoder(path: Path, spec: ModelSpec, dtype: torch.dtype) -> Decoder:
         rows = slice(part.first_row, part.first_row + part.shape[0])
         source.fill(part, weights[part.target][rows])
     return Decoder(spec, weights)
+
+
+def iterate_tensors(path: Path, spec: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the decoder's tensors one by one, so that whoever converts them needs memory for one at a time.
+
+    Args:
+        path: As ``load_decoder``.
+        spec: As ``load_decoder``.
+
+    Yields:
+        Name (``layout``) and float32 tensor, in the order of the forward pass. Everything is checked before the first.
+
+    Raises:
+        ModelLoadError: As ``load_decoder``.
+    """
+    source: _Source = _GGUFSource(path, spec) if path.is_file() else _SafetensorsSource(path, spec)
+    parts = parts_of(spec)
+    _check_tensors(source, parts)
+    shapes = target_shapes(parts)
+    for target, group in groupby(parts, key=lambda part: part.target):
+        tensor = _allocate({target: shapes[target]}, torch.float32, path)[target]
+        for part in group:
+            source.fill(part, tensor[part.first_row : part.first_row + part.shape[0]])
+        yield target, tensor
 
 
 class _Source(Protocol):

@@ -70,7 +70,23 @@ def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[SampledTok
     Numerics: Exponentials in float32, every sum of them in float64, log-probabilities in float64.
     """
     best_logits, best_ids = (column.tolist() for column in logits.max(dim=-1))
-    rows = logits.cpu().numpy()
+    return sample_rows(logits.cpu().numpy(), best_logits, best_ids, specs)
+
+
+def sample_rows(
+    rows: NDArray[np.float32],
+    best_logits: Sequence[float],
+    best_ids: Sequence[int],
+    specs: Sequence[SampleSpec],
+) -> list[SampledToken | SampleFailure]:
+    """Return what ``sample`` does, for whoever knows the best token of each row already.
+
+    Args:
+        rows: (S, V) logits, S at least the number of specs; not changed.
+        best_logits: The largest logit of each row; NaN when any of the row is.
+        best_ids: The first token that has it.
+        specs: One per row.
+    """
     outcomes: list[SampledToken | SampleFailure] = []
     for index, spec in enumerate(specs):
         # A NaN anywhere in a row is its maximum. -inf merely excludes a token, unless it is all there is.

@@ -94,6 +94,11 @@ class BlockArena:
         """Where the slab is."""
         return self._slab.device
 
+    @property
+    def slab(self) -> torch.Tensor:
+        """The (B, block_bytes) uint8 bytes of all blocks, for kernels that address them by themselves."""
+        return self._slab
+
     def block_bytes(self, block_id: int) -> torch.Tensor:
         """Return the (block_bytes,) uint8 view of one block."""
         return self._slab[block_id]

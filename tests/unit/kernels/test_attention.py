@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.batches import Case, Heads, make_case
 
+from kvist.codecs.int8 import INT8
 from kvist.errors import KernelUnavailable
 from kvist.kernels import dispatch, torch_sdpa
 from kvist.kernels.parts import Part, PartKind, cut
@@ -87,6 +90,25 @@ def test_reference_equals_float64_numpy(
         run("reference", case, window, softcap).numpy() - independent(case, window, softcap)
     )
     assert difference.max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", dispatch.available())
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("head_dim", [8, 64, 96])
+def test_blocks_of_int8_rows_are_attended_as_the_values_they_stand_for(
+    name: str, window: int | None, softcap: float | None, head_dim: int
+) -> None:
+    lengths = [(0, 19), (700, 1), (650, 1), (641, 30), (8, 1), (31, 2)]
+    heads = Heads(num_heads=4, num_kv_heads=2, head_dim=head_dim)
+    case = make_case(lengths, heads, block_size=16, shared=[(1, 2, 3, 38)])
+    stored = INT8.encode(case.kv)
+    decoded = dataclasses.replace(case, kv=INT8.decode(stored))
+    expected = run("reference", decoded, window, softcap)
+    received = run(name, dataclasses.replace(case, kv=stored), window, softcap)
+    assert torch.isfinite(received).all()
+    assert (received - expected).abs().max() <= TOLERANCE * (head_dim / 16) ** 0.5 * 2
+    assert (expected - run("reference", case, window, softcap)).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("name", FAST)

@@ -28,7 +28,7 @@ def test_bytes_are_those_of_the_spec(codec: str, block_size: int) -> None:
     spec = arena.kv_spec
     assert arena.num_bytes == 5 * spec.block_bytes
     assert arena.block_bytes(2).shape == (spec.block_bytes,)
-    assert arena.layer(0).shape == (5, 2, 2, block_size, 8)
+    assert arena.layer(0).shape == (5, 2, 2, block_size, arena.codec.stored_dim(8))
     per_value = arena.codec.bits_per_value(spec.head_dim)
     assert spec.block_bytes * 8 == 2 * 3 * 2 * block_size * 8 * per_value
 
@@ -40,7 +40,7 @@ def test_writes_what_and_where_the_slots_say(codec: str, dtype: torch.dtype) -> 
     slots = torch.tensor([23, 0, 9, 10, 5])
     k, v = torch.randn(2, 5, 2, 8).to(dtype)
     arena.write(1, slots, k, v)
-    expected = torch.zeros(6, 2, 2, 4, 8, dtype=arena.codec.dtype)
+    expected = torch.zeros(6, 2, 2, 4, arena.codec.stored_dim(8), dtype=arena.codec.dtype)
     for row, slot in enumerate(slots.tolist()):
         expected[slot // 4, 0, :, slot % 4] = arena.codec.encode(k[row])
         expected[slot // 4, 1, :, slot % 4] = arena.codec.encode(v[row])

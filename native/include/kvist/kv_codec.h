@@ -1,0 +1,74 @@
+// Formats of K and V rows in a block, and how one row (one position, one KV head) is written.
+//
+//   codec    a row of D values
+//   raw16    D bfloat16, rounded to nearest even
+//   int8     D int8 codes, then one float16 scale for each group of 64 values (the last may be shorter): value = code *
+//            scale, scale = max|x| / 127 of its group rounded to float16 (never down to 0 for a nonzero group), codes
+//            in
+//            [-127, 127]; a group of zeros has scale 0
+//
+// Rows follow each other without padding, so a row of int8 starts at any even or odd address.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+#include "kvist/isa.h"
+
+namespace kvist {
+
+enum class KvCodec : int { kRaw16 = 0, kInt8 = 1 };
+
+inline constexpr int kKvGroup = 64;  // values that share a scale in int8
+
+constexpr int kv_num_groups(int head_dim) { return (head_dim + kKvGroup - 1) / kKvGroup; }
+
+constexpr int kv_row_bytes(KvCodec codec, int head_dim) {
+  return codec == KvCodec::kRaw16 ? 2 * head_dim : head_dim + 2 * kv_num_groups(head_dim);
+}
+
+// Writes head_dim float32 values as one row. Returns false, with unspecified bytes in the row, when a value is not
+// finite or has no finite image in the format. Every instruction set writes the same bytes.
+using EncodeKvRow = bool (*)(KvCodec codec, int head_dim, const float* x, std::uint8_t* out);
+
+// The encoder of an instruction set; every available one has it.
+EncodeKvRow encode_kv_row(Isa isa);
+
+bool encode_kv_row_serial(KvCodec codec, int head_dim, const float* x, std::uint8_t* out);
+bool encode_kv_row_avx2(KvCodec codec, int head_dim, const float* x, std::uint8_t* out);
+
+// float16 without help of the CPU; exact, subnormals included.
+inline float f16_to_f32(std::uint16_t bits) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000U) << 16;
+  const std::uint32_t rest = bits & 0x7fffU;
+  if (rest >= 0x7c00U) {
+    return std::bit_cast<float>(sign | 0x7f800000U | ((rest & 0x3ffU) << 13));
+  }
+  if (rest < 0x400U) {  // a subnormal is an integer multiple of 2^-24
+    const float magnitude = static_cast<float>(rest) * 0x1p-24F;
+    return sign != 0 ? -magnitude : magnitude;
+  }
+  return std::bit_cast<float>(sign | ((rest << 13) + 0x38000000U));
+}
+
+// Rounds to nearest, ties to even; values beyond the range become infinity.
+inline std::uint16_t f32_to_f16(float value) {
+  const auto bits = std::bit_cast<std::uint32_t>(value);
+  const auto sign = static_cast<std::uint16_t>((bits >> 16) & 0x8000U);
+  const std::uint32_t rest = bits & 0x7fffffffU;
+  if (rest >= 0x7f800000U) {
+    return static_cast<std::uint16_t>(sign | (rest > 0x7f800000U ? 0x7e00U : 0x7c00U));
+  }
+  if (rest < 0x38800000U) {
+    // Below 2^-14: adding 0.5 leaves the multiple of 2^-24, rounded by the FPU, in the low bits.
+    const float shifted = std::bit_cast<float>(rest) + 0.5F;
+    return static_cast<std::uint16_t>(sign | (std::bit_cast<std::uint32_t>(shifted) - 0x3f000000U));
+  }
+  const std::uint32_t rounded = rest + 0xfffU + ((rest >> 13) & 1U);
+  if (rounded >= 0x47800000U) {
+    return static_cast<std::uint16_t>(sign | 0x7c00U);
+  }
+  return static_cast<std::uint16_t>(sign | ((rounded - 0x38000000U) >> 13));
+}
+
+}  // namespace kvist

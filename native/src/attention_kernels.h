@@ -1,0 +1,45 @@
+// Between the plan and the kernels of each instruction set: one item of work.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kvist/attention.h"
+
+namespace kvist {
+
+// Some query rows of one KV head's group of query heads against the keys [key_begin, key_end). The row `rows[i]` is the
+// position `positions[i]` of its sequence and sees the keys up to itself, within the window. Key j is in the block
+// block_ids[j / P]. Keys at or beyond key_end are never touched, whatever their blocks hold.
+struct AttentionItem {
+  int kv_head;
+  int num_rows;
+  const std::int32_t* rows;
+  const std::int32_t* positions;
+  const std::int32_t* block_ids;
+  int key_begin;
+  int key_end;
+  // Null: the item sees all keys of its rows and writes the output. Otherwise it writes, for row i and head h, the sum
+  // of exp2(score - max) * v at partial_sums + (i * H + h) * D, and the maximum and the sum of exp2(score - max) at
+  // partial_weights + (i * H + h) * 2. Scores are in units of log2(e). A row that sees no key has the sum 0 and the
+  // maximum kNoScore.
+  float* partial_sums;
+  float* partial_weights;
+};
+
+// Below every score; finite, so that differences are numbers.
+inline constexpr float kNoScore = -1e30F;
+
+inline constexpr float kLog2E = 1.44269504088896341F;
+
+struct AttentionKernels {
+  // For items of up to num_rows query rows.
+  std::size_t (*scratch_bytes)(const AttentionShape& shape, int num_rows);
+  void (*run)(const AttentionShape& shape, const AttentionItem& item, const KvLayer& layer, const AttentionRows& rows,
+              std::uint8_t* scratch);
+};
+
+extern const AttentionKernels kAttentionSerial;
+extern const AttentionKernels kAttentionAvx2;
+
+}  // namespace kvist

@@ -1,0 +1,256 @@
+// `kvist._native.Model`: checks what Python hands over, keeps it alive, and runs steps without the interpreter's lock.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "bindings.h"
+#include "bindings_linear.h"
+#include "kvist/model.h"
+
+namespace nb = nanobind;
+
+namespace kvist {
+namespace {
+
+template <typename T, int kRank>
+using Array = nb::ndarray<const T, nb::ndim<kRank>, nb::c_contig, nb::device::cpu>;
+template <typename T, int kRank>
+using MutableArray = nb::ndarray<T, nb::ndim<kRank>, nb::c_contig, nb::device::cpu>;
+
+[[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument("[native] " + message); }
+
+void check(bool holds, const std::string& message) {
+  if (!holds) {
+    refuse(message);
+  }
+}
+
+// A model together with the Python objects that own its weights.
+class BoundModel {
+ public:
+  BoundModel(const nb::dict& shape, const nb::list& ropes, const nb::list& layers, const nb::object& embedding,
+             const nb::object& final_norm, const nb::object& head) {
+    const auto integer = [&](const char* name) { return nb::cast<int>(shape[name]); };
+    const auto real = [&](const char* name) { return nb::cast<float>(shape[name]); };
+    shape_ = {integer("hidden"),         integer("num_heads"),         integer("num_kv_heads"),
+              integer("head_dim"),       integer("intermediate"),      integer("vocab"),
+              real("norm_eps"),          real("embedding_scale"),      real("attention_scale"),
+              real("attention_softcap"), real("logit_softcap")};
+    check(shape_.hidden > 0 && shape_.num_heads > 0 && shape_.num_kv_heads > 0 && shape_.head_dim > 0 &&
+              shape_.intermediate > 0 && shape_.vocab > 0,
+          "every dimension of a model must be at least 1");
+    check(shape_.num_heads % shape_.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads");
+    check(shape_.head_dim % 8 == 0 && shape_.head_dim <= 256, "head_dim must be a multiple of 8, at most 256");
+    std::vector<RotarySpec> rotary;
+    for (const nb::handle item : ropes) {
+      const auto rope = nb::cast<std::pair<std::vector<float>, float>>(item);
+      check(rope.first.size() == static_cast<std::size_t>(shape_.head_dim / 2),
+            "a rotary embedding needs head_dim / 2 frequencies");
+      rotary.push_back({rope.first, rope.second});
+    }
+    ModelWeights weights;
+    for (const nb::handle item : layers) {
+      weights.layers.push_back(read_layer(nb::cast<nb::dict>(item), static_cast<int>(rotary.size())));
+    }
+    check(!weights.layers.empty(), "a model needs at least one layer");
+    num_layers_ = static_cast<int>(weights.layers.size());
+    const auto table = nb::cast<Array<std::uint16_t, 2>>(embedding);
+    check(table.shape(0) == static_cast<std::size_t>(shape_.vocab) &&
+              table.shape(1) == static_cast<std::size_t>(shape_.hidden),
+          "the embedding must be (vocab, hidden)");
+    weights.embedding = table.data();
+    keep_.append(embedding);
+    weights.final_norm = vector(final_norm, shape_.hidden, "final_norm");
+    weights.head = linear(head, shape_.hidden, shape_.vocab, Gate::kNone, "head");
+    model_ = std::make_unique<Model>(shape_, std::move(rotary), std::move(weights), current_isa());
+  }
+
+  nb::tuple step(Pool& pool, const MutableArray<std::uint8_t, 2>& arena, const std::string& codec, int block_size,
+                 const Array<std::int64_t, 1>& token_ids, const Array<std::int32_t, 1>& query_starts,
+                 const Array<std::int32_t, 1>& context_lens, const Array<std::int32_t, 1>& table_starts,
+                 const Array<std::int32_t, 1>& block_ids, const Array<std::int32_t, 1>& logit_rows,
+                 const MutableArray<float, 2>& logits) {
+    const KvLayout layout = layout_of(arena, codec, block_size);
+    const auto num_rows = static_cast<int>(token_ids.shape(0));
+    const auto num_sequences = static_cast<int>(context_lens.shape(0));
+    const auto num_logits = static_cast<int>(logit_rows.shape(0));
+    check(num_rows >= 1 && num_sequences >= 1, "a step needs at least one token");
+    check(query_starts.shape(0) == static_cast<std::size_t>(num_sequences) + 1 &&
+              table_starts.shape(0) == static_cast<std::size_t>(num_sequences) + 1,
+          "query_starts and table_starts must have one entry more than context_lens");
+    check(query_starts(0) == 0 && query_starts(num_sequences) == num_rows, "query_starts must run from 0 to the rows");
+    check(table_starts(0) == 0 && table_starts(num_sequences) == static_cast<std::int64_t>(block_ids.shape(0)),
+          "table_starts must run from 0 to the number of block ids");
+    for (int row = 0; row < num_rows; ++row) {
+      check(token_ids(row) >= 0 && token_ids(row) < shape_.vocab,
+            "token id " + std::to_string(token_ids(row)) + " is outside the vocabulary of " +
+                std::to_string(shape_.vocab));
+    }
+    const auto num_blocks = static_cast<std::int64_t>(arena.shape(0));
+    for (std::size_t i = 0; i < block_ids.shape(0); ++i) {
+      check(block_ids(i) >= 0 && block_ids(i) < num_blocks,
+            "block id " + std::to_string(block_ids(i)) + " is outside the arena of " + std::to_string(num_blocks));
+    }
+    positions_.resize(static_cast<std::size_t>(num_rows));
+    slots_.resize(static_cast<std::size_t>(num_rows));
+    for (int s = 0; s < num_sequences; ++s) {
+      const int first = query_starts(s);
+      const int count = query_starts(s + 1) - first;
+      const int start = context_lens(s) - count;
+      check(count >= 1 && start >= 0, "a sequence's context must hold at least its own rows");
+      const std::int64_t covered = static_cast<std::int64_t>(table_starts(s + 1) - table_starts(s)) * block_size;
+      check(table_starts(s) <= table_starts(s + 1) && context_lens(s) <= covered,
+            "a block table is too short for its context of " + std::to_string(context_lens(s)));
+      for (int i = 0; i < count; ++i) {
+        const int position = start + i;
+        positions_[static_cast<std::size_t>(first + i)] = position;
+        slots_[static_cast<std::size_t>(first + i)] =
+            static_cast<std::int64_t>(block_ids(table_starts(s) + position / block_size)) * block_size +
+            position % block_size;
+      }
+    }
+    for (int i = 0; i < num_logits; ++i) {
+      check(logit_rows(i) >= 0 && logit_rows(i) < num_rows && (i == 0 || logit_rows(i) > logit_rows(i - 1)),
+            "logit_rows must ascend within the rows of the step");
+    }
+    check(logits.shape(0) >= static_cast<std::size_t>(num_logits) &&
+              logits.shape(1) == static_cast<std::size_t>(shape_.vocab),
+          "logits must be (at least as many rows as asked for, vocab)");
+    best_.resize(static_cast<std::size_t>(num_logits));
+    is_finite_.assign(static_cast<std::size_t>(num_rows), 1);
+    const StepInputs inputs = {
+        {num_sequences, query_starts.data(), context_lens.data(), table_starts.data(), block_ids.data()},
+        num_rows,
+        token_ids.data(),
+        positions_.data(),
+        slots_.data(),
+        arena.data(),
+        layout,
+        num_logits,
+        logit_rows.data()};
+    {
+      const nb::gil_scoped_release release;
+      model_->step(pool, inputs, {logits.data(), best_.data(), is_finite_.data()});
+    }
+    nb::list best_logits;
+    nb::list best_tokens;
+    for (const BestToken& best : best_) {
+      best_logits.append(best.logit);
+      best_tokens.append(best.token);
+    }
+    nb::list damaged;
+    for (int row = 0; row < num_rows; ++row) {
+      if (is_finite_[static_cast<std::size_t>(row)] == 0) {
+        damaged.append(row);
+      }
+    }
+    return nb::make_tuple(best_logits, best_tokens, damaged);
+  }
+
+  // Nanoseconds per phase since the model was made, by name.
+  nb::dict phase_ns() const {
+    nb::dict times;
+    for (int phase = 0; phase < static_cast<int>(Phase::kCount); ++phase) {
+      times[kPhaseNames[phase]] = model_->phase_ns()[static_cast<std::size_t>(phase)];
+    }
+    return times;
+  }
+
+ private:
+  KvLayout layout_of(const MutableArray<std::uint8_t, 2>& arena, const std::string& codec, int block_size) const {
+    check(codec == "raw16" || codec == "int8", "the codec must be raw16 or int8, received '" + codec + "'");
+    check(block_size >= 1, "block_size must be at least 1");
+    const KvCodec kind = codec == "raw16" ? KvCodec::kRaw16 : KvCodec::kInt8;
+    const int row_bytes = kv_row_bytes(kind, shape_.head_dim);
+    const std::int64_t block_bytes =
+        2LL * num_layers_ * shape_.num_kv_heads * block_size * static_cast<std::int64_t>(row_bytes);
+    check(static_cast<std::int64_t>(arena.shape(1)) == block_bytes,
+          "a block of this model takes " + std::to_string(block_bytes) + " bytes, the arena has blocks of " +
+              std::to_string(arena.shape(1)));
+    return {kind, shape_.num_kv_heads, block_size, shape_.head_dim, row_bytes, block_bytes};
+  }
+
+  const float* vector(const nb::handle object, int size, const char* name) {
+    const auto array = nb::cast<Array<float, 1>>(object);
+    check(array.shape(0) == static_cast<std::size_t>(size),
+          std::string(name) + " must have " + std::to_string(size) + " elements, received " +
+              std::to_string(array.shape(0)));
+    keep_.append(object);
+    return array.data();
+  }
+
+  const float* optional_vector(const nb::dict& layer, const char* name, int size) {
+    const nb::object object = layer[name];
+    return object.is_none() ? nullptr : vector(object, size, name);
+  }
+
+  PackedLinear linear(const nb::handle object, int num_inputs, int num_outputs, Gate gate, const char* name) {
+    const auto pair = nb::cast<nb::tuple>(object);
+    const auto& owned = nb::cast<const OwnedLinear&>(pair[0]);
+    PackedLinear packed = owned.packed;
+    check(packed.shape.num_inputs == num_inputs && packed.shape.num_outputs == num_outputs,
+          std::string(name) + " must be (" + std::to_string(num_outputs) + ", " + std::to_string(num_inputs) + ")");
+    check((packed.shape.gate == Gate::kNone) == (gate == Gate::kNone), std::string(name) + " has the wrong gate");
+    check(owned.kernels == &linear_kernels(current_isa()), std::string(name) + " was packed for another instruction set");
+    packed.bias = pair[1].is_none() ? nullptr : vector(pair[1], num_outputs, name);
+    keep_.append(object);
+    return packed;
+  }
+
+  LayerWeights read_layer(const nb::dict& layer, int num_ropes) {
+    LayerWeights weights;
+    weights.rope = nb::cast<int>(layer["rope"]);
+    weights.window = nb::cast<int>(layer["window"]);
+    check(weights.rope >= -1 && weights.rope < num_ropes, "a layer names a rotary embedding that is not there");
+    check(weights.window >= 0, "a window must be at least 1 key");
+    const int query_width = shape_.num_heads * shape_.head_dim;
+    const int qkv_width = (shape_.num_heads + 2 * shape_.num_kv_heads) * shape_.head_dim;
+    weights.attention_norm = vector(layer["attention_norm"], shape_.hidden, "attention_norm");
+    weights.qkv = linear(layer["qkv"], shape_.hidden, qkv_width, Gate::kNone, "qkv");
+    weights.query_norm = optional_vector(layer, "query_norm", shape_.head_dim);
+    weights.key_norm = optional_vector(layer, "key_norm", shape_.head_dim);
+    check((weights.query_norm == nullptr) == (weights.key_norm == nullptr), "query_norm and key_norm go together");
+    weights.output = linear(layer["output"], query_width, shape_.hidden, Gate::kNone, "output");
+    weights.post_attention_norm = optional_vector(layer, "post_attention_norm", shape_.hidden);
+    weights.mlp_norm = vector(layer["mlp_norm"], shape_.hidden, "mlp_norm");
+    // Any gate will do here; which one it is was decided when the weights were packed.
+    weights.gate_up = linear(layer["gate_up"], shape_.hidden, 2 * shape_.intermediate, Gate::kSilu, "gate_up");
+    weights.down = linear(layer["down"], shape_.intermediate, shape_.hidden, Gate::kNone, "down");
+    weights.post_mlp_norm = optional_vector(layer, "post_mlp_norm", shape_.hidden);
+    return weights;
+  }
+
+  ModelShape shape_{};
+  int num_layers_ = 0;
+  nb::list keep_;
+  std::unique_ptr<Model> model_;
+  std::vector<std::int32_t> positions_;
+  std::vector<std::int64_t> slots_;
+  std::vector<BestToken> best_;
+  std::vector<std::uint8_t> is_finite_;
+};
+
+}  // namespace
+
+void bind_model(nb::module_& module) {
+  nb::class_<BoundModel>(module, "Model")
+      .def(nb::init<const nb::dict&, const nb::list&, const nb::list&, const nb::object&, const nb::object&,
+                    const nb::object&>(),
+           nb::arg("shape"), nb::arg("ropes"), nb::arg("layers"), nb::arg("embedding"), nb::arg("final_norm"),
+           nb::arg("head"))
+      .def("phase_ns", &BoundModel::phase_ns)
+      .def("step", &BoundModel::step, nb::arg("pool"), nb::arg("arena"), nb::arg("codec"), nb::arg("block_size"),
+           nb::arg("token_ids"), nb::arg("query_starts"), nb::arg("context_lens"), nb::arg("table_starts"),
+           nb::arg("block_ids"), nb::arg("logit_rows"), nb::arg("logits"));
+}
+
+}  // namespace kvist

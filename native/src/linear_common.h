@@ -1,0 +1,99 @@
+// What every table of linear kernels agrees on: code ranges, rounding of rows to codes, half precision.
+//
+// Functions here are static: each file compiles its own for its own instruction set, and none can leak into another.
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+#include "kvist/common.h"
+#include "kvist/linear.h"
+
+namespace kvist {
+
+inline constexpr int kInt8Limit = 127;
+// Enough to make the rounding of activations invisible beside that of the weights.
+inline constexpr int kWideLimit = 4095;
+// A row (of activations or weights) whose largest magnitude is below this counts as zero: its scale and the inverse of
+// its scale stay normal numbers.
+inline constexpr float kTiny = 1e-30f;
+
+// Int8 weights meet 16-bit activations where products and their int32 sum allow it: limit * 127 * K < 2^31.
+static inline int activation_limit_of(const LinearShape& shape) {
+  if (shape.kind == WeightKind::kBf16) {
+    return 0;
+  }
+  if (shape.kind == WeightKind::kInt4) {
+    return kInt8Limit;
+  }
+  const std::int64_t room = std::numeric_limits<std::int32_t>::max() / (std::int64_t{kInt8Limit} * shape.num_inputs);
+  return static_cast<int>(room < kInt8Limit ? kInt8Limit : room > kWideLimit ? kWideLimit : room);
+}
+
+// Outputs of one half with a gate, all of them without.
+static inline int num_results(const LinearShape& shape) {
+  return shape.gate == Gate::kNone ? shape.num_outputs : shape.num_outputs / 2;
+}
+
+static inline int num_groups(const LinearShape& shape) { return ceil_div(shape.num_inputs, shape.group); }
+
+// How a vector of floats becomes codes in [-limit, limit]: code = round(x * inverse), x ~ code * scale.
+struct CodeScale {
+  float scale;
+  float inverse;
+};
+
+// A vector with an infinity or a NaN gets the scale NaN and codes of 0, so that everything computed from it is NaN.
+static inline CodeScale code_scale(float max_abs, int limit) {
+  if (!(max_abs <= std::numeric_limits<float>::max())) {
+    return {std::numeric_limits<float>::quiet_NaN(), 0.0f};
+  }
+  if (max_abs < kTiny) {
+    return {0.0f, 0.0f};
+  }
+  return {max_abs / static_cast<float>(limit), static_cast<float>(limit) / max_abs};
+}
+
+static inline float f16_to_f32(std::uint16_t bits) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000U) << 16;
+  const std::uint32_t exponent = (bits >> 10) & 0x1fU;
+  const std::uint32_t mantissa = bits & 0x3ffU;
+  if (exponent == 31) {
+    return std::bit_cast<float>(sign | 0x7f800000U | (mantissa << 13));
+  }
+  if (exponent == 0) {
+    const float value = static_cast<float>(mantissa) * 0x1p-24f;
+    return sign != 0 ? -value : value;
+  }
+  return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (mantissa << 13));
+}
+
+// Rounds to nearest, ties to even, as the instruction does; beyond the range it saturates, so that a finite scale stays
+// finite.
+static inline std::uint16_t f32_to_f16(float value) {
+  const auto bits = std::bit_cast<std::uint32_t>(value);
+  const auto sign = static_cast<std::uint16_t>((bits >> 16) & 0x8000U);
+  const std::uint32_t magnitude = bits & 0x7fffffffU;
+  if (magnitude > 0x7f800000U) {
+    return static_cast<std::uint16_t>(sign | 0x7e00U);
+  }
+  if (magnitude >= 0x477fe000U) {
+    return static_cast<std::uint16_t>(sign | 0x7bffU);
+  }
+  if (magnitude < 0x38800000U) {
+    const float scaled = std::bit_cast<float>(magnitude) * 0x1p24f;
+    return static_cast<std::uint16_t>(sign | static_cast<std::uint16_t>(std::lrint(scaled)));
+  }
+  const std::uint32_t rounded = magnitude + 0xfffU + ((magnitude >> 13) & 1U) - (112U << 23);
+  return static_cast<std::uint16_t>(sign | static_cast<std::uint16_t>(rounded >> 13));
+}
+
+// The scales an int4 group may have are its value of largest magnitude divided by one of these: the divisor -8 puts that
+// value on the code -8, the only one without a counterpart, 7 puts it on 7 and wastes the code -8; the others clip it
+// or leave room, which costs less than a coarser step when the rest of the group is small.
+inline constexpr float kInt4Divisors[] = {-8.0f, -7.6f, -7.2f, -8.4f, -8.8f, -9.4f, -10.0f,
+                                          7.0f,  7.4f,  7.8f,  6.6f,  6.2f,  8.4f,  9.2f};
+
+}  // namespace kvist

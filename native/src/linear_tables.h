@@ -1,0 +1,11 @@
+// The tables that exist; each is defined by the file of its instruction set.
+#pragma once
+
+#include "kvist/linear.h"
+
+namespace kvist {
+
+extern const LinearKernels kLinearSerial;
+extern const LinearKernels kLinearAvx2;
+
+}  // namespace kvist

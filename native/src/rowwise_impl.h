@@ -1,0 +1,108 @@
+// The row-wise kernels as plain loops over 16 lanes, compiled once for each instruction set.
+//
+// The including file defines KVIST_ROWWISE_TABLE, the name of its table. Loads and stores dominate: a row is read once
+// or twice from the first-level cache. Tails run lane by lane.
+
+#include <cmath>
+#include <limits>
+
+#include "kvist/common.h"
+#include "kvist/rowwise.h"
+
+namespace kvist {
+namespace {
+
+constexpr int kLanes = 16;
+
+float sum_of_squares(const float* x, int n) noexcept {
+  float lanes[kLanes] = {};
+  int i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      lanes[lane] += x[i + lane] * x[i + lane];
+    }
+  }
+  for (; i < n; ++i) {
+    lanes[i % kLanes] += x[i] * x[i];
+  }
+  float sum = 0.0F;
+  for (const float lane : lanes) {
+    sum += lane;
+  }
+  return sum;
+}
+
+float norm_scale(const float* x, int n, float eps) noexcept {
+  return 1.0F / std::sqrt(sum_of_squares(x, n) / static_cast<float>(n) + eps);
+}
+
+void embed(const std::uint16_t* table, std::int64_t token, int n, float scale, float* out) noexcept {
+  const std::uint16_t* row = table + token * n;
+  for (int i = 0; i < n; ++i) {
+    out[i] = bf16_to_f32(row[i]) * scale;
+  }
+}
+
+void rms_norm(const float* x, const float* weight, int n, float eps, float* out) noexcept {
+  const float scale = norm_scale(x, n, eps);
+  for (int i = 0; i < n; ++i) {
+    out[i] = x[i] * scale * weight[i];
+  }
+}
+
+void add_rms_norm(const float* x, const float* weight, int n, float eps, float* out) noexcept {
+  const float scale = norm_scale(x, n, eps);
+  for (int i = 0; i < n; ++i) {
+    out[i] += x[i] * scale * weight[i];
+  }
+}
+
+void rope(float* head, const float* cos, const float* sin, int half) noexcept {
+  for (int i = 0; i < half; ++i) {
+    const float first = head[i];
+    const float second = head[i + half];
+    head[i] = first * cos[i] - second * sin[i];
+    head[i + half] = second * cos[i] + first * sin[i];
+  }
+}
+
+BestToken best_token(const float* logits, int n) noexcept {
+  float lanes[kLanes];
+  std::int32_t unordered[kLanes] = {};
+  for (float& lane : lanes) {
+    lane = -std::numeric_limits<float>::infinity();
+  }
+  int i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const float value = logits[i + lane];
+      lanes[lane] = value > lanes[lane] ? value : lanes[lane];
+      unordered[lane] |= value != value ? 1 : 0;
+    }
+  }
+  float best = -std::numeric_limits<float>::infinity();
+  bool has_nan = false;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    best = lanes[lane] > best ? lanes[lane] : best;
+    has_nan |= unordered[lane] != 0;
+  }
+  for (; i < n; ++i) {
+    best = logits[i] > best ? logits[i] : best;
+    has_nan |= logits[i] != logits[i];
+  }
+  if (has_nan) {
+    return {std::numeric_limits<float>::quiet_NaN(), 0};
+  }
+  std::int32_t token = 0;
+  while (token < n - 1 && logits[token] != best) {
+    ++token;
+  }
+  return {best, token};
+}
+
+}  // namespace
+
+extern const RowwiseKernels KVIST_ROWWISE_TABLE;
+const RowwiseKernels KVIST_ROWWISE_TABLE = {embed, rms_norm, add_rms_norm, rope, best_token};
+
+}  // namespace kvist

@@ -1,0 +1,216 @@
+from collections.abc import Sequence
+from typing import Annotated
+
+import numpy
+from numpy.typing import NDArray
+
+def isas() -> list[str]: ...
+def isa() -> str: ...
+def force_isa(name: str) -> None: ...
+
+class Pool:
+    def __init__(self, num_threads: int) -> None: ...
+    @property
+    def num_threads(self) -> int: ...
+    def check(self, phases: int, items: int) -> int: ...
+
+def linear_layout() -> str:
+    """Names how the current instruction set lays packed weights out."""
+
+class PackedLinear:
+    def __init__(
+        self,
+        weights: Annotated[
+            NDArray[numpy.float32],
+            dict(shape=(None, None), order="C", device="cpu", writable=False),
+        ],
+        kind: str,
+        group: int,
+        gate: str,
+        pool: Pool,
+    ) -> None:
+        """Packs (N, K) float32 weights for the current instruction set."""
+
+    @staticmethod
+    def from_data(
+        num_outputs: int, num_inputs: int, kind: str, group: int, gate: str, data: object
+    ) -> PackedLinear:
+        """
+        Takes bytes that `data` gave under the same layout; keeps the array if it is aligned, else copies.
+        """
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def layout(self) -> str: ...
+    @property
+    def num_outputs(self) -> int: ...
+    @property
+    def num_inputs(self) -> int: ...
+    @property
+    def activation_limit(self) -> int: ...
+    def data(self) -> Annotated[NDArray[numpy.uint8], dict(writable=False)]:
+        """The packed bytes, read-only."""
+
+    def unpack(self) -> object:
+        """The values that the packed weights stand for, (N, K) float32."""
+
+def linear(
+    pool: Pool,
+    weights: PackedLinear,
+    x: Annotated[
+        NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)
+    ],
+    bias: Annotated[
+        NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ]
+    | None = None,
+    residual: Annotated[
+        NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)
+    ]
+    | None = None,
+    out: object | None = None,
+) -> object:
+    """One linear layer: (T, K) float32 to (T, N), or (T, N / 2) with a gate."""
+
+def time_linear(pool: Pool, matrices: Sequence[PackedLinear], rows: int, repeats: int) -> float:
+    """Seconds per call, measured without Python in between."""
+
+def attention(
+    pool: Pool,
+    queries: Annotated[
+        NDArray[numpy.float32],
+        dict(shape=(None, None, None), order="C", device="cpu", writable=False),
+    ],
+    arena: Annotated[
+        NDArray[numpy.uint8], dict(shape=(None, None), order="C", device="cpu", writable=False)
+    ],
+    *,
+    codec: str,
+    num_layers: int,
+    layer: int,
+    num_kv_heads: int,
+    block_size: int,
+    query_starts: Annotated[
+        NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    context_lens: Annotated[
+        NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    table_starts: Annotated[
+        NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    block_ids: Annotated[
+        NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None, None))]: ...
+def attention_plan_info(
+    *,
+    num_threads: int,
+    num_heads: int,
+    head_dim: int,
+    num_blocks: int,
+    codec: str,
+    num_kv_heads: int,
+    block_size: int,
+    query_starts: Annotated[
+        NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    context_lens: Annotated[
+        NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    table_starts: Annotated[
+        NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    block_ids: Annotated[
+        NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    window: int = 0,
+    repetitions: int = 1,
+) -> dict: ...
+def time_attention(
+    pool: Pool,
+    queries: Annotated[
+        NDArray[numpy.float32],
+        dict(shape=(None, None, None), order="C", device="cpu", writable=False),
+    ],
+    arena: Annotated[
+        NDArray[numpy.uint8], dict(shape=(None, None), order="C", device="cpu", writable=False)
+    ],
+    *,
+    codec: str,
+    num_layers: int,
+    num_kv_heads: int,
+    block_size: int,
+    query_starts: Annotated[
+        NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    context_lens: Annotated[
+        NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    table_starts: Annotated[
+        NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    block_ids: Annotated[
+        NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    repetitions: int = 1,
+) -> list[float]: ...
+def encode_kv(
+    codec: str,
+    x: Annotated[
+        NDArray[numpy.float32],
+        dict(shape=(None, None, None), order="C", device="cpu", writable=False),
+    ],
+) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None))]: ...
+
+def measure_ceiling(pool: Pool, what: str, bytes: int = 0, seconds: float = 0.1) -> float:
+    """
+    Bytes read (`read`, over a buffer of that size) or operations done a second, all threads together.
+    """
+
+class Model:
+    def __init__(
+        self,
+        shape: dict,
+        ropes: list,
+        layers: list,
+        embedding: object,
+        final_norm: object,
+        head: object,
+    ) -> None: ...
+    def phase_ns(self) -> dict: ...
+    def step(
+        self,
+        pool: Pool,
+        arena: Annotated[NDArray[numpy.uint8], dict(shape=(None, None), order="C", device="cpu")],
+        codec: str,
+        block_size: int,
+        token_ids: Annotated[
+            NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        query_starts: Annotated[
+            NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        context_lens: Annotated[
+            NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        table_starts: Annotated[
+            NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        block_ids: Annotated[
+            NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        logit_rows: Annotated[
+            NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        logits: Annotated[
+            NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu")
+        ],
+    ) -> tuple: ...

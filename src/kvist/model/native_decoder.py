@@ -1,0 +1,249 @@
+"""The decoder on the native plane: weights packed for the integer kernels, a whole step in one call.
+
+Responsible for which tensor becomes which packed layer, and for handing a step's arrays to ``kvist._native``. Computes
+what ``kvist.model.decoder`` computes, in the precision of ``WeightKind``; that one stays the oracle. Knows no family
+names, no files and no requests.
+
+Dimension letters: T tokens in the step, S rows asked for, V vocabulary, N outputs and M inputs of a projection.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from kvist.errors import ModelLoadError
+from kvist.kernels import native
+from kvist.model.layout import EMBEDDING, FINAL_NORM, HEAD
+from kvist.model.rotary import frequencies_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from numpy.typing import NDArray
+
+    from kvist.spec import ModelSpec
+    from kvist.storage.arena import BlockArena
+
+logger = logging.getLogger(__name__)
+
+INT4_GROUP = 32
+"""Inputs that share a scale in int4 weights."""
+_PROJECTIONS = ("qkv", "output", "gate_up", "down")
+_VECTORS = (
+    "attention_norm",
+    "query_norm",
+    "key_norm",
+    "post_attention_norm",
+    "mlp_norm",
+    "post_mlp_norm",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepScores:
+    """What a step says about the rows that were asked for."""
+
+    logits: NDArray[np.float32]
+    """(at least S, V); overwritten by the next step."""
+    best_logits: list[float]
+    """(S,) the largest logit of each row; NaN when any of the row is."""
+    best_ids: list[int]
+    """(S,) the first token that has it."""
+    damaged_rows: list[int]
+    """Rows of the step, of all T, that wrote a K or V value that is infinite or no number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepArrays:
+    """The tokens of a step, sequence by sequence; every array is contiguous."""
+
+    token_ids: NDArray[np.int64]
+    """(T,)"""
+    query_starts: NDArray[np.int32]
+    """(sequences + 1,) first row of each sequence, then T."""
+    context_lens: NDArray[np.int32]
+    """(sequences,) positions that have K and V once the step's own are written."""
+    table_starts: NDArray[np.int32]
+    """(sequences + 1,) where each block table starts in ``block_ids``."""
+    block_ids: NDArray[np.int32]
+    """The block tables one after the other."""
+    logit_rows: NDArray[np.int32]
+    """(S,) ascending rows whose logits are asked for."""
+
+
+class NativeDecoder:
+    """A decoder whose weights are packed for this CPU. One step at a time.
+
+    Args:
+        spec: What to compute.
+        weights: As ``pack_weights`` returned them for the same spec.
+        pool: The threads that compute.
+
+    Raises:
+        ModelLoadError: The native kernels do not cover the spec.
+        KernelUnavailable: There are no native kernels here.
+    """
+
+    def __init__(self, spec: ModelSpec, weights: PackedWeights, pool: Any) -> None:  # noqa: ANN401  # native.Pool
+        reason = why_unsupported(spec)
+        if reason is not None:
+            raise ModelLoadError(f"[decoder] {reason}")
+        self.spec = spec
+        self._weights = weights
+        self._pool = pool
+        self._logits = np.empty((1, spec.vocab_size), np.float32)
+        self._model = native.extension().Model(
+            shape={
+                "hidden": spec.hidden_size,
+                "num_heads": spec.num_heads,
+                "num_kv_heads": spec.num_kv_heads,
+                "head_dim": spec.head_dim,
+                "intermediate": spec.intermediate_size,
+                "vocab": spec.vocab_size,
+                "norm_eps": spec.norm_eps,
+                # Rounded to the table's precision, as the models that scale it were trained.
+                "embedding_scale": torch.tensor(spec.embedding_scale, dtype=torch.bfloat16).item(),
+                "attention_scale": spec.attention_scale,
+                "attention_softcap": spec.attention_softcap or 0.0,
+                "logit_softcap": spec.logit_softcap or 0.0,
+            },
+            ropes=[(frequencies_of(rope).tolist(), rope.attention_factor) for rope in spec.ropes],
+            layers=[self._layer(index) for index in range(spec.num_layers)],
+            embedding=weights.embedding,
+            final_norm=weights.vectors[FINAL_NORM],
+            head=(weights.linears[HEAD], None),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights."""
+        return self._weights.num_bytes
+
+    def phase_seconds(self) -> dict[str, float]:
+        """Return the time spent in each phase of the steps so far, waiting for other threads included."""
+        return {name: ns / 1e9 for name, ns in self._model.phase_ns().items()}
+
+    def step(self, arrays: StepArrays, arena: BlockArena) -> StepScores:
+        """Compute the step's tokens, store their K and V, and score the rows asked for.
+
+        Raises:
+            ValueError: A token, a block or a row is outside its range; nothing was computed.
+
+        Mutates: The slots of the step's tokens in every layer of the arena.
+        """
+        num_logits = len(arrays.logit_rows)
+        if num_logits > len(self._logits):
+            self._logits = np.empty((num_logits, self.spec.vocab_size), np.float32)
+        best_logits, best_ids, damaged_rows = self._model.step(
+            self._pool,
+            arena.slab.numpy(),
+            arena.kv_spec.codec,
+            arena.kv_spec.block_size,
+            arrays.token_ids,
+            arrays.query_starts,
+            arrays.context_lens,
+            arrays.table_starts,
+            arrays.block_ids,
+            arrays.logit_rows,
+            self._logits,
+        )
+        return StepScores(
+            logits=self._logits,
+            best_logits=best_logits,
+            best_ids=best_ids,
+            damaged_rows=damaged_rows,
+        )
+
+    def _layer(self, index: int) -> dict[str, Any]:
+        spec, prefix = self.spec.layers[index], f"layers.{index}."
+        layer: dict[str, Any] = {
+            "rope": -1 if spec.rope_index is None else spec.rope_index,
+            "window": spec.window or 0,
+        }
+        for name in _PROJECTIONS:
+            bias = self._weights.vectors.get(f"{prefix}{name}.bias")
+            layer[name] = (self._weights.linears[f"{prefix}{name}.weight"], bias)
+        for name in _VECTORS:
+            layer[name] = self._weights.vectors.get(prefix + name)
+        return layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedWeights:
+    """The weights of a decoder, ready for the kernels."""
+
+    embedding: NDArray[np.uint16]
+    """(V, hidden) bfloat16 bits."""
+    vectors: Mapping[str, NDArray[np.float32]]
+    """Norms and biases by their names in ``layout``."""
+    linears: Mapping[str, Any]
+    """``_native.PackedLinear`` by the name of the weight in ``layout``; the head always under ``head``."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of it."""
+        linears = sum(int(linear.nbytes) for linear in self.linears.values())
+        return self.embedding.nbytes + sum(v.nbytes for v in self.vectors.values()) + linears
+
+
+def why_unsupported(spec: ModelSpec) -> str | None:
+    """Return why the native kernels cannot run a model, None when they can."""
+    if spec.head_dim % 8 or spec.head_dim > 256:
+        return f"the native kernels take head dimensions that are multiples of 8 up to 256, not {spec.head_dim}"
+    if any(rope.dim != spec.head_dim for rope in spec.ropes):
+        return f"the native kernels take rotary embeddings of the whole head of {spec.head_dim}"
+    return None
+
+
+def kind_of(name: str, kind: str) -> str:
+    """Return the precision in which a weight is packed when ``kind`` is asked for.
+
+    The head stays at int8 under int4: its errors go straight into the probabilities of the next token.
+    """
+    return "int8" if kind == "int4" and name == HEAD else kind
+
+
+def pack_weights(
+    spec: ModelSpec,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    kind: str,
+    pool: Any,  # noqa: ANN401  # native.Pool
+) -> PackedWeights:
+    """Convert a decoder's tensors, one at a time.
+
+    Args:
+        spec: What they belong to.
+        tensors: Name and float32 tensor, as ``loader.iterate_tensors`` yields them; each may be overwritten.
+        kind: ``int8``, ``int4`` or ``bf16``.
+        pool: The threads that pack.
+    """
+    vectors: dict[str, NDArray[np.float32]] = {}
+    linears: dict[str, Any] = {}
+    embedding: NDArray[np.uint16] | None = None
+    for name, tensor in tensors:
+        if name == EMBEDDING:
+            embedding = tensor.to(torch.bfloat16).view(torch.uint16).numpy()
+        if tensor.dim() == 1:
+            vectors[name] = tensor.numpy().copy()
+        elif name != EMBEDDING or spec.has_tied_embeddings:
+            linear = HEAD if name == EMBEDDING else name
+            linears[linear] = _pack(spec, linear, tensor.numpy(), kind, pool)
+    assert embedding is not None
+    return PackedWeights(embedding=embedding, vectors=vectors, linears=linears)
+
+
+def gate_of(spec: ModelSpec, name: str) -> str:
+    """Return what the kernels apply to the halves of a weight's outputs: an activation, or ``none``."""
+    return spec.activation.value if name.endswith("gate_up.weight") else "none"
+
+
+def _pack(spec: ModelSpec, name: str, weight: NDArray[np.float32], kind: str, pool: Any) -> Any:  # noqa: ANN401
+    stored = kind_of(name, kind)
+    return native.extension().PackedLinear(
+        weight, stored, INT4_GROUP if stored == "int4" else 0, gate_of(spec, name), pool
+    )
