@@ -404,7 +404,9 @@ def _table(columns: Sequence[str], title: str) -> Table:
 
 def _print(console: Console, table: Table) -> None:
     # Into a file or a pipe as wide as it is: nobody reads columns of three letters.
-    console.print(table, width=None if console.is_terminal else FILE_WIDTH)
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
+    console.print(table)
 
 
 def _shown_unit(unit: str) -> str:
