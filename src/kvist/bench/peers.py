@@ -141,6 +141,13 @@ class DriverPeer:
             )
         return outputs
 
+    def rank(self, prompt: Prompt, max_tokens: int, num_candidates: int) -> list[list[int]]:
+        """Make a driver that can do so return the likeliest tokens after a prompt, step by step along the likeliest."""
+        answer = self._ask(
+            op="rank", prompt=prompt, max_tokens=max_tokens, num_candidates=num_candidates
+        )
+        return answer["candidates"]  # type: ignore[no-any-return]  # a JSON array
+
     def export(self, folder: Path) -> None:
         """Make a driver that can write its model to a folder do so."""
         self._ask(op="export", folder=str(folder))

@@ -1,4 +1,4 @@
-"""The reference continuations: transformers in float32, computed once and kept.
+"""What may follow each prompt, by a reference: transformers in float32, computed once and kept.
 
 Responsible for what the outputs of the peers are compared with. Runs as a driver process of this interpreter.
 """
@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 
 from kvist.bench.peers import DriverPeer, DriverSettings
 from kvist.bench.weights import identity, replacing
-from kvist.bench.work import CHECKED_TOKENS, Batch
+from kvist.bench.work import CHECKED_TOKENS, NUM_CANDIDATES
 from kvist.envvars import bench_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-
-ROW = "reference"
+    from kvist.bench.check import Candidates
 
 
 def reference_settings(weights: Path, threads: int, max_context: int) -> DriverSettings:
@@ -34,12 +33,12 @@ def reference_settings(weights: Path, threads: int, max_context: int) -> DriverS
     )
 
 
-def reference_tokens(
+def reference_candidates(
     settings: DriverSettings,
     prompts: Sequence[list[int]],
     on_computed: Callable[[int, int], None],
-) -> dict[tuple[int, ...], list[int]]:
-    """Return the first tokens that follow each prompt.
+) -> dict[tuple[int, ...], Candidates]:
+    """Return what may follow each prompt.
 
     Args:
         settings: From ``reference_settings``.
@@ -47,17 +46,16 @@ def reference_tokens(
         on_computed: Called with how many are done, and how many there are.
     """
     weights = Path(settings.settings["weights"])
-    key = hashlib.sha256(json.dumps([identity(weights), CHECKED_TOKENS, *prompts]).encode())
-    path = bench_folder() / f"reference-{key.hexdigest()[:16]}.json"
+    facts = [identity(weights), CHECKED_TOKENS, NUM_CANDIDATES, *prompts]
+    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    path = bench_folder() / f"reference-{key}.json"
     if not path.exists():
-        tokens: list[list[int]] = []
+        found: list[Candidates] = []
         with DriverPeer(settings) as peer:
             for prompt in prompts:
-                (output,) = peer.run(ROW, Batch((prompt,), CHECKED_TOKENS))
-                assert output.token_ids is not None
-                tokens.append(list(output.token_ids))
-                on_computed(len(tokens), len(prompts))
+                found.append(peer.rank(prompt, CHECKED_TOKENS, NUM_CANDIDATES))
+                on_computed(len(found), len(prompts))
         with replacing(path) as incoming:
-            incoming.write_text(json.dumps(tokens), encoding="utf-8")
+            incoming.write_text(json.dumps(found), encoding="utf-8")
     kept = json.loads(path.read_text(encoding="utf-8"))
     return {tuple(prompt): ids for prompt, ids in zip(prompts, kept, strict=True)}

@@ -41,8 +41,9 @@ SANITY_TEXTS = (
 """Prompts whose continuation a small model is sure of, in any precision."""
 SANITY_TOKENS = 8
 CHECKED_TOKENS = 4
-"""Output tokens that are compared with the reference's: later ones may differ for good reasons, since one close call
-between two words changes all that follows."""
+"""Output tokens that are compared with the reference's."""
+NUM_CANDIDATES = 10
+"""Likeliest tokens of the reference, of which an output's must be one."""
 
 QUESTION = "\n\nQuestion {number:04d}: who is speaking here, and to whom? Answer:"
 DECODE_PROMPT = "Chapter {number:04d}. It was a bright morning, and the whole town"

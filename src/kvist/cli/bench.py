@@ -111,9 +111,9 @@ def peers(  # noqa: PLR0913  # one per option
     min_agreement: Annotated[
         float,
         typer.Option(
-            help="share of outputs that must begin as transformers' in float32", min=0.0, max=1.0
+            help="share of outputs that must follow transformers in float32", min=0.0, max=1.0
         ),
-    ] = 0.5,
+    ] = 0.75,
     plot: Annotated[
         Path | None, typer.Option(help="write a chart to this PNG file; needs kvist[plot]")
     ] = None,
@@ -217,7 +217,7 @@ class Session:
         Raises:
             BenchError: A peer cannot be started, died, or computed something else than it was asked to.
         """
-        from kvist.bench.reference import reference_settings, reference_tokens  # noqa: PLC0415  # slow
+        from kvist.bench.reference import reference_candidates, reference_settings  # noqa: PLC0415  # slow
         from kvist.bench.variants import Common  # noqa: PLC0415  # slow
         from kvist.model.tokenizer import load_tokenizer  # noqa: PLC0415  # slow
 
@@ -228,7 +228,7 @@ class Session:
         common = Common(weights=weights, threads=self.threads, max_context=self.max_context)
         prompts = checked_prompts(workload, self.rows, self.runs)
         with _progress("reference") as on_computed:
-            reference = reference_tokens(
+            reference = reference_candidates(
                 reference_settings(weights, self.threads, self.max_context), prompts, on_computed
             )
         checker = Checker(tokenizer, reference, self.min_agreement)

@@ -84,6 +84,9 @@ class Server:
             "cpu_s": _cpu_s() - cpu_s,
         }
 
+    def _rank(self, prompt: list[int], max_tokens: int, num_candidates: int) -> dict[str, Any]:
+        return {"candidates": self._driver.rank(prompt, max_tokens, num_candidates)}
+
     def _export(self, folder: str) -> dict[str, Any]:
         self._driver.export(folder)
         return {}

@@ -66,6 +66,23 @@ class Driver:
             self._caches[row] = (prompts[0][:shared], cache)
         return outputs
 
+    def rank(self, prompt: list[int], max_tokens: int, num_candidates: int) -> list[list[int]]:
+        """Return the likeliest tokens after the prompt, the likeliest first, and after that one, and so on."""
+        held, cache = self._caches.pop("rank", ([], DynamicCache()))
+        shared = min(_common_len(held, prompt), len(prompt) - 1)
+        if shared < cache.get_seq_length():
+            cache.crop(shared - cache.get_seq_length())
+        latest = torch.tensor([prompt[shared:]])
+        candidates: list[list[int]] = []
+        for _ in range(max_tokens):
+            result = self._model(
+                input_ids=latest, past_key_values=cache, use_cache=True, logits_to_keep=1
+            )
+            candidates.append(result.logits[0, -1].topk(num_candidates).indices.tolist())
+            latest = torch.tensor([candidates[-1][:1]])
+        self._caches["rank"] = ([*prompt, *(ids[0] for ids in candidates[:-1])], cache)
+        return candidates
+
     def export(self, folder: str) -> None:
         """Write the model and its tokeniser as a folder."""
         self._model.save_pretrained(folder)
