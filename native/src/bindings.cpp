@@ -58,4 +58,5 @@ NB_MODULE(_native, module) {
   kvist::bind_linear(module);
   kvist::bind_attention(module);
   kvist::bind_model(module);
+  kvist::bind_ceiling(module);
 }

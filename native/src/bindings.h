@@ -9,5 +9,6 @@ void bind_linear(nanobind::module_& module);
 void bind_attention(nanobind::module_& module);
 void bind_rowwise(nanobind::module_& module);
 void bind_model(nanobind::module_& module);
+void bind_ceiling(nanobind::module_& module);
 
 }  // namespace kvist

@@ -50,6 +50,15 @@ def packed_folder() -> Path:
     return _cache_folder() / "kvist" / "packed"
 
 
+def bench_folder() -> Path:
+    """Return the absolute path of the folder for what benchmarks make once; it need not exist yet.
+
+    Raises:
+        ConfigError: As ``models_folder``.
+    """
+    return _cache_folder() / "kvist" / "bench"
+
+
 def child_environment(**changes: str) -> dict[str, str]:
     """Return the environment for a subprocess: this process's own, with ``changes`` on top."""
     return {**os.environ, **changes}

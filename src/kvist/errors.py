@@ -16,6 +16,7 @@ nothing about requests, tensors or HTTP libraries.
       DeadlineExceeded       the request's own time ran out           -> HTTP 504
       EngineStopped          the engine has been shut down              -> HTTP 503
       TraceError             a recorded trace cannot be read
+      BenchError             a benchmark cannot be run, or its result must not be believed
       KernelUnavailable      a forced implementation cannot run here
       InvariantViolation     a bug in Kvist; carries a state dump
 
@@ -108,6 +109,10 @@ class EngineStopped(EngineError):
 
 class TraceError(EngineError):
     """A recorded trace is missing, malformed, or of an unknown format; the message has the line number."""
+
+
+class BenchError(EngineError):
+    """A benchmark cannot be run, or somebody computed the wrong thing, so that its times mean nothing."""
 
 
 class KernelUnavailable(EngineError):

@@ -48,7 +48,9 @@ def quantised_rows(x, limit):
     if limit == 0:
         return x.astype(np.float64)
     largest = np.abs(x).max(axis=1, keepdims=True)
-    inverse = np.divide(np.float32(limit), largest, out=np.zeros_like(largest), where=largest >= 1e-30)
+    inverse = np.divide(
+        np.float32(limit), largest, out=np.zeros_like(largest), where=largest >= 1e-30
+    )
     codes = np.rint(x * inverse).astype(np.float64)
     scale = np.where(largest >= 1e-30, largest / np.float32(limit), np.float32(0))
     return codes * scale.astype(np.float64)
@@ -88,7 +90,9 @@ def check(packed, pool, x, *, bias=None, residual=None):
     assert out.dtype == np.float32
     assert out.shape == value.shape
     excess = np.abs(out - value) / bound
-    assert excess.max() <= 1, f"{excess.max():.2f} of the bound at {np.unravel_index(excess.argmax(), out.shape)}"
+    assert excess.max() <= 1, (
+        f"{excess.max():.2f} of the bound at {np.unravel_index(excess.argmax(), out.shape)}"
+    )
     return out
 
 
@@ -102,7 +106,9 @@ def test_matches_float64_on_boundary_shapes(isa, pool, kind, group):
 
 
 @pytest.mark.parametrize(("kind", "group"), KINDS)
-@pytest.mark.parametrize(("n", "k", "rows"), [(40, 4500, 9), (272, 100, 200), (16, 2100, 97), (3, 576, 512)])
+@pytest.mark.parametrize(
+    ("n", "k", "rows"), [(40, 4500, 9), (272, 100, 200), (16, 2100, 97), (3, 576, 512)]
+)
 def test_matches_float64_past_blocks_of_rows_and_cuts_of_inputs(isa, pool, kind, group, n, k, rows):
     packed = pack(normal(1, n, k), kind, group, pool)
     check(packed, pool, normal(2, rows, k), bias=normal(3, n), residual=normal(4, rows, n))
@@ -134,7 +140,11 @@ def test_writes_in_place_of_the_residual_and_nothing_else(isa, pool, kind, group
 @pytest.mark.parametrize(("kind", "group"), KINDS)
 def test_gate_multiplies_the_two_halves(isa, pool, kind, group, gate):
     for half, k, rows in ((1, 5, 1), (7, 33, 6), (8, 64, 7), (9, 31, 2), (100, 70, 13)):
-        weights, bias, residual = normal(half, 2 * half, k), normal(2, 2 * half), normal(3, rows, half)
+        weights, bias, residual = (
+            normal(half, 2 * half, k),
+            normal(2, 2 * half),
+            normal(3, rows, half),
+        )
         packed = pack(weights, kind, group, pool, gate)
         x = normal(4, rows, k)
         out = native.linear(pool, packed, x, bias, residual)
@@ -152,7 +162,9 @@ def test_gate_multiplies_the_two_halves(isa, pool, kind, group, gate):
 def test_gate_is_accurate_over_its_whole_range(isa, pool, gate):
     # One input and weights of 1: both halves are the input itself.
     packed = pack(np.ones((2, 1), np.float32), "bf16", 0, pool, gate)
-    x = np.concatenate([np.linspace(-100, 100, 4001), np.geomspace(1e-20, 1, 500), -np.geomspace(1e-20, 1, 500)])
+    x = np.concatenate(
+        [np.linspace(-100, 100, 4001), np.geomspace(1e-20, 1, 500), -np.geomspace(1e-20, 1, 500)]
+    )
     x = x.astype(np.float32)[:, None]
     out = native.linear(pool, packed, x)
     wide = x.astype(np.float64)
@@ -262,7 +274,9 @@ def test_int8_weights_are_rounded_per_output(isa, pool):
     weights = normal(1, 37, 211) * np.geomspace(1e-6, 1e6, 37, dtype=np.float32)[:, None]
     largest = np.abs(weights).max(axis=1, keepdims=True)
     unpacked = pack(weights, "int8", 0, pool).unpack()
-    np.testing.assert_array_equal(np.abs(unpacked).max(axis=1, keepdims=True), largest / np.float32(127) * 127)
+    np.testing.assert_array_equal(
+        np.abs(unpacked).max(axis=1, keepdims=True), largest / np.float32(127) * 127
+    )
     assert (np.abs(unpacked - weights) <= largest / 127 * 0.5001).all()
 
 

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 import kvist
-from kvist.cli import cache, chat, demo, generate, plan, pull, replay, serve
+from kvist.cli import bench, cache, chat, demo, generate, plan, pull, replay, serve
 from kvist.cli.console import reported_errors, set_up_logging
 from kvist.kernels import native
 
@@ -34,6 +34,7 @@ app.command()(chat.chat)
 app.command()(demo.demo)
 app.command()(plan.plan)
 app.command()(replay.replay)
+app.add_typer(bench.app)
 app.add_typer(cache.app)
 
 

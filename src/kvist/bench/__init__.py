@@ -1,0 +1,1 @@
+"""Kvist measured: against other engines doing the same work, and each kernel against what the machine can do."""

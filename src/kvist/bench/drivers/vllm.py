@@ -1,0 +1,61 @@
+"""vLLM on a CPU: its engine stepped by hand, prefix caching on."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+CACHE_GIB = 2
+
+
+class Driver:
+    """One engine, in this process."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(CACHE_GIB))
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ["OMP_NUM_THREADS"] = str(settings["threads"])
+        import vllm  # noqa: PLC0415  # reads the environment as it is imported
+
+        self._vllm = vllm
+        self._dtype = settings.get("dtype", "bfloat16")
+        self._engine = vllm.LLM(
+            model=settings["weights"],
+            dtype=self._dtype,
+            max_model_len=settings["max_context"],
+            max_num_batched_tokens=settings.get("max_step_tokens", 2048),
+            max_num_seqs=64,
+            enable_prefix_caching=True,
+            disable_log_stats=True,
+        ).llm_engine
+        self._next_id = 0
+
+    def describe(self) -> dict[str, Any]:
+        """Return versions and settings."""
+        return {"vllm": self._vllm.__version__, "dtype": self._dtype, "enable_prefix_caching": True}
+
+    def generate(
+        self, row: str, prompts: list[list[int]], max_tokens: int
+    ) -> list[tuple[list[int], list[float]]]:
+        """Generate from all prompts at once."""
+        del row
+        params = self._vllm.SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+        )
+        ids = []
+        for prompt in prompts:
+            ids.append(str(self._next_id))
+            self._engine.add_request(ids[-1], {"prompt_token_ids": prompt}, params)
+            self._next_id += 1
+        outputs: dict[str, tuple[list[int], list[float]]] = {name: ([], []) for name in ids}
+        while self._engine.has_unfinished_requests():
+            results = self._engine.step()
+            now_s = time.perf_counter()
+            for result in results:
+                token_ids, times_s = outputs[result.request_id]
+                new = list(result.outputs[0].token_ids)[len(token_ids) :]
+                token_ids.extend(new)
+                times_s.extend([now_s] * len(new))
+        return [outputs[name] for name in ids]
