@@ -1,4 +1,4 @@
-"""Linear layers against float64, for every instruction set: shapes at the edges of tiles and panels, values at the edges of formats."""
+"""Linear layers against float64, for every instruction set: shapes and values at the edges of tiles and formats."""
 
 from __future__ import annotations
 
@@ -379,5 +379,5 @@ def test_refuses_arrays_that_do_not_fit(pool):
             native.linear(pool, packed, wrong)
     with pytest.raises((TypeError, RuntimeError)):
         native.linear(pool, packed, x, None, None, np.empty((3, 6), np.float64))
-    with pytest.raises(ValueError, match="are .* bytes, received 63"):
+    with pytest.raises(ValueError, match=r"are .* bytes, received 63"):
         native.PackedLinear.from_data(6, 10, "int8", 0, "none", np.zeros(63, np.uint8))
