@@ -76,7 +76,9 @@ class SamplingParams:
     """Subtracted from logits of tokens seen in the output. [-2, 2]."""
     frequency_penalty: float = 0.0
     """Subtracted per occurrence in the output. [-2, 2]."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(
+        default_factory=dict, metadata={"metavar": "TOKEN_ID=NUMBER"}
+    )
     """Added to the logits of the given token ids. Values in [-100, 100]."""
     logprobs: int | None = None
     """Alternatives reported per output token, [0, 20]; None reports no log-probabilities. They are those of

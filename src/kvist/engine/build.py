@@ -87,6 +87,9 @@ def assemble(
         block_size=plan.block_size,
         hasher=BlockHasher(secrets.token_bytes(KEY_BYTES)),
         prefix_cache=plan.prefix_cache,
+        eviction=plan.eviction,
+        shares=dict(plan.cache_shares),
+        pin_fraction=plan.pin_fraction,
     )
     scheduler = Scheduler(
         manager,

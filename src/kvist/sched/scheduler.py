@@ -803,12 +803,13 @@ class Scheduler:
     def _max_tokens_of(self, request: Request) -> int:
         """Return how long the sequence may get, prompt and output.
 
-        Without ``max_tokens`` that is the context or, if smaller, what the whole pool can hold. The last token needs
-        no K and V: nothing comes after it.
+        Without ``max_tokens`` that is the context or, if smaller, what the pool can hold beside all pins. The last
+        token needs no K and V: nothing comes after it.
         """
         if request.params.max_tokens is not None:
             return request.num_prompt_tokens + request.params.max_tokens
-        pool_len = self._manager.num_blocks * self._manager.block_size + 1
+        num_blocks = self._manager.num_blocks - self._manager.max_pinned
+        pool_len = num_blocks * self._manager.block_size + 1
         return min(self._max_context_len, pool_len)
 
     def _footprint(self, request: Request) -> int:
