@@ -160,6 +160,17 @@ def _check_range(name: str, value: float, low: float, high: float) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """How long a prompt is to stay in the cache after it was computed, whatever else passes through."""
+
+    ttl_s: float
+    """Seconds, > 0. Asking again moves the end later."""
+    is_pinned: bool = False
+    """False: its blocks go after all others of their tenant, if running requests need the memory. True: they do not go;
+    where the pins' budget has no room, as False."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCopy:
     """Copy the first positions of one block into another, all layers, before anything is computed.
 
@@ -198,6 +209,10 @@ class Usage:
     """Produced, the end-of-sequence token included."""
     num_preemptions: int = 0
     """Times the sequence lost its blocks and was recomputed."""
+    num_retained_tokens: int | None = None
+    """Prompt tokens, in whole blocks, that have a TTL now; None: not asked for."""
+    num_pinned_tokens: int | None = None
+    """Prompt tokens, in whole blocks, that are pinned now; None: not asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -460,7 +460,7 @@ class CacheManager:
         for node in reversed(nodes):  # deepest first (eviction inv. 1)
             node.kept_until_ns = max(node.kept_until_ns, deadline_ns)
             self._queue_again(node)
-        self._deadlines.add(deadline_ns, Retention(nodes))
+        self._deadlines.add(deadline_ns, Retention(list(enumerate(nodes))))
         return len(nodes) * self.block_size
 
     # --- the whole cache
@@ -690,7 +690,7 @@ class CacheManager:
                 self._counters.num_expired_pins += not entry.is_released
                 self.unpin(entry)
             else:
-                depths.update({node: depth for depth, node in enumerate(entry.nodes)})
+                depths.update({node: depth for depth, node in entry.nodes})
         # Deepest first across all that is due (eviction inv. 1).
         for node in sorted(depths, key=depths.__getitem__, reverse=True):
             # Not when it was evicted since, or retained for longer.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvist.cache.hash import TokenChain
     from kvist.cache.lease import PrefixLease
     from kvist.cache.namespaces import Namespace
-    from kvist.types import RequestId, SamplingParams, TokenId
+    from kvist.types import Keep, RequestId, SamplingParams, TokenId
 
 
 class RequestStatus(Enum):
@@ -79,6 +79,8 @@ class Request:
     """Lower goes first."""
     deadline_s: float | None = None
     """Seconds after its arrival at which it ends, wherever it stands; None: never."""
+    keep: Keep | None = None
+    """How long its prompt is to stay in the cache; None: as its use earns it."""
 
     # Everything below is written by the scheduler only.
     token_ids: list[TokenId] = field(init=False)
@@ -108,6 +110,12 @@ class Request:
     """Set while the request sleeps (``Scheduler.sleep``); only while RUNNING."""
     num_tokens_at_preemption: int = field(init=False, default=0)
     """``num_tokens`` when it was preempted last; 0 before."""
+    has_been_kept: bool = field(init=False, default=False)
+    """Whether ``keep`` was carried out."""
+    num_retained_tokens: int = field(init=False, default=0)
+    """Prompt tokens that got a TTL."""
+    num_pinned_tokens: int = field(init=False, default=0)
+    """Prompt tokens that were pinned."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
@@ -174,4 +182,8 @@ class Request:
             num_computed_tokens=self.num_positions_computed,
             num_output_tokens=self.num_output_tokens,
             num_preemptions=self.num_preemptions,
+            num_retained_tokens=None if self.keep is None else self.num_retained_tokens,
+            num_pinned_tokens=self.num_pinned_tokens
+            if self.keep is not None and self.keep.is_pinned
+            else None,
         )

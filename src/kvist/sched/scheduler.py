@@ -64,6 +64,7 @@ from kvist.errors import (
     RequestError,
 )
 from kvist.sched.deadlines import Deadlines
+from kvist.sched.keeping import PromptKeeper
 from kvist.sched.output import SampleSpec, ScheduledSequence, StepPlan
 from kvist.sched.policy import check_priority
 from kvist.sched.preemption import choose_victim
@@ -199,6 +200,7 @@ class Scheduler:
         self._num_asleep = 0
         self._deadlines = Deadlines()
         self._throughput = Throughput()
+        self._keeper = PromptKeeper(manager)
         # Last updates of requests that ended outside a step, until somebody takes them.
         self._ended: list[RequestUpdate] = []
         self._is_batch_open = False
@@ -754,6 +756,8 @@ class Scheduler:
         request.num_computed_tokens = sequence.context_len
         if self._keep_kv:
             self._manager.commit(_lease_of(request), request.chain, request.num_computed_tokens)
+            if request.keep is not None and sequence.context_len >= request.num_prompt_tokens:
+                self._keeper.keep(request)
             size = self._manager.block_size
             if request.num_computed_tokens // size > sequence.start // size:
                 self._queue.mark_stale(request.chain.block_hash(0))

@@ -72,6 +72,10 @@ class CallUsage:
     """Token positions computed for all sequences."""
     num_output_tokens: int
     """Of all sequences."""
+    num_retained_tokens: int | None = None
+    """The part of num_prompt_tokens that has a TTL; None: not asked for."""
+    num_pinned_tokens: int | None = None
+    """The part of num_prompt_tokens that is pinned; None: not asked for."""
 
 
 def call_usage(outputs: Sequence[ChoiceOutput], n: int) -> CallUsage:
@@ -89,7 +93,19 @@ def call_usage(outputs: Sequence[ChoiceOutput], n: int) -> CallUsage:
         num_cached_tokens=sum(min(u.num_cached_tokens for u in group) for group in by_prompt),
         num_computed_tokens=sum(u.num_computed_tokens for u in usages),
         num_output_tokens=sum(u.num_output_tokens for u in usages),
+        num_retained_tokens=_sum_of_largest(
+            [[u.num_retained_tokens for u in group] for group in by_prompt]
+        ),
+        num_pinned_tokens=_sum_of_largest(
+            [[u.num_pinned_tokens for u in group] for group in by_prompt]
+        ),
     )
+
+
+def _sum_of_largest(by_prompt: Sequence[Sequence[int | None]]) -> int | None:
+    """Return the sum over prompts; all sequences of one did it to the same blocks. None: nobody was asked."""
+    given = [[count for count in counts if count is not None] for counts in by_prompt]
+    return sum(map(max, given)) if all(given) else None
 
 
 class Gate:
@@ -212,6 +228,7 @@ class Call:
                         request_id=name,
                         priority=job.priority,
                         deadline_s=job.timeout_s,
+                        keep=job.keep,
                     )
                 )
         except BaseException:
