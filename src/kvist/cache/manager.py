@@ -213,12 +213,37 @@ class CacheManager:
             block_ids=tuple([hit.block.block_id for hit in nodes]),
             copy=copy,
             num_hit_tokens=num_hit_tokens,
-            pending=num_hit_tokens < limit and pending_key(chain, len(nodes)) in self._pending,
+            pending=self._is_pending(chain, len(nodes), num_hit_tokens, limit),
             max_hit_len=max_hit_len,
             num_verification_failures=num_failures,
             nodes=tuple(nodes),
             source=source,
-            epoch=self._tree.epoch,
+            tip=node,
+            num_tip_changes=0 if node is None else node.num_changes,
+            num_replacements=self._tree.num_replacements,
+        )
+
+    def is_current(self, match: PrefixMatch, chain: TokenChain) -> bool:
+        """Return whether ``match`` would find the same again, with the limit that it was given. O(1).
+
+        Nodes go leaf first, so as long as the last one is there all are.
+
+        Args:
+            match: What it found before.
+            chain: The sequence it was found for; may have grown since.
+        """
+        limit = min(match.max_hit_len, chain.num_tokens) if self.prefix_cache else 0
+        tip = match.tip
+        if tip is None or tip.parent is None:
+            is_there = self._tree.roots.get(chain.namespace) is tip
+        else:
+            is_there = tip.block.node is tip
+        return (
+            is_there
+            and (tip is None or tip.num_changes == match.num_tip_changes)
+            and self._tree.num_replacements == match.num_replacements
+            and match.pending
+            == self._is_pending(chain, len(match.nodes), match.num_hit_tokens, limit)
         )
 
     def lookup(self, chain: TokenChain, max_hit_len: int) -> PrefixMatch:
@@ -231,6 +256,14 @@ class CacheManager:
         """
         match = self.match(chain, max_hit_len)
         self._counters.num_verification_failures += match.num_verification_failures
+        self.touch(match)
+        return match
+
+    def touch(self, match: PrefixMatch) -> None:
+        """Note that the blocks of a current match were used: evictable ones become the most recently used ones.
+
+        Complexity: O(blocks of the match).
+        """
         touch = self._pool.touch
         # Deepest first, so that every block stays before its ancestors (eviction inv. 1).
         if match.source is not None and match.source.block.ref_count == 0:
@@ -238,7 +271,6 @@ class CacheManager:
         for node in reversed(match.nodes):
             if node.block.ref_count == 0:
                 touch(node.block)
-        return match
 
     # --- leases
 
@@ -248,7 +280,7 @@ class CacheManager:
         """Hold the hits of a match and promise the rest of the footprint.
 
         Args:
-            match: What ``lookup`` found; looked up again when blocks have gone since.
+            match: What ``lookup`` found; looked up again when that is not current any more.
             chain: The sequence it was found for.
             num_reserved_tokens: Positions the request may come to hold, prompt included.
 
@@ -262,7 +294,7 @@ class CacheManager:
         Complexity: O(blocks of the sequence).
         """
         self._expire_due()
-        if match.epoch != self._tree.epoch:
+        if not self.is_current(match, chain):
             match = self.match(chain, match.max_hit_len)
         pool = self._pool
         hits = [node.block for node in match.nodes]
@@ -502,6 +534,10 @@ class CacheManager:
 
     # --- private
 
+    def _is_pending(self, chain: TokenChain, index: int, num_hit_tokens: int, limit: int) -> bool:
+        """Return whether a live lease computes block ``index``, and that block is wanted."""
+        return num_hit_tokens < limit and pending_key(chain, index) in self._pending
+
     def _lease_on_hits(self, match: PrefixMatch, chain: TokenChain) -> PrefixLease:
         """Return a lease that holds the hits of a match and nothing else yet."""
         lease = PrefixLease(
@@ -529,15 +565,16 @@ class CacheManager:
 
     def _append_blocks(self, lease: PrefixLease, num_new: int) -> None:
         """Allocate blocks promised to the lease."""
+        pool = self._pool
         for _ in range(num_new):
-            if self._pool.num_free == 0:
-                self._drop(self._pool.evict())
+            if not pool.free_blocks:
+                self._drop(pool.evict())
                 self._counters.num_evictions += 1
-            block = self._pool.allocate(lease.tenant)
+            block = pool.allocate(lease.tenant)
             lease.blocks.append(block)
             lease.block_table.append(block.block_id)
             lease.num_reserved_blocks -= 1
-            self._pool.num_reserved -= 1
+            pool.num_reserved -= 1
 
     def _drop(self, block: Block) -> None:
         """Make an evictable block, taken out of its queue, free. It must be a leaf."""
@@ -599,10 +636,13 @@ class CacheManager:
         parent = lease.tip or self._tree.root(chain.namespace)
         node = parent.children.get(block_hash)
         if node is None:
-            self._publish_head(lease, chain, tokens)
-            assert lease.open_node is not None
-            node = lease.open_node
-            self._tree.publish(node, block_hash)
+            if lease.open_node is None:
+                node = self._tree.add(parent, block, tokens, block_hash)
+                self._drop_superseded_by(node)
+            else:
+                self._publish_head(lease, chain, tokens)
+                node = lease.open_node
+                self._tree.publish(node, block_hash)
             node.num_continuations = lease.num_continuations
             if parent.parent is not None and len(parent.ordered) == 2:
                 self._forks.append(node)
@@ -630,7 +670,11 @@ class CacheManager:
             lease.open_node = self._tree.open(parent, lease.blocks[lease.num_sealed], tokens)
         elif lease.open_node.tokens != tokens:
             self._tree.grow(lease.open_node, tokens)
-        superseded = self._tree.superseded_by(lease.open_node)
+        self._drop_superseded_by(lease.open_node)
+
+    def _drop_superseded_by(self, node: Node) -> None:
+        """Drop the head that a released lease left behind, if a node begins with it."""
+        superseded = self._tree.superseded_by(node)
         if superseded is not None:
             self._pool.withdraw(superseded.block)
             self._drop(superseded.block)

@@ -200,7 +200,7 @@ class Simulator:
             self._wake()
             if self._skip_chunks():
                 continue
-            plan = None if self._is_settled else self._scheduler.plan()
+            plan = None if self._is_settled else self._plan()
             if plan is None:
                 # Such a policy looks at some of the queue in each plan, so a plan may find what the one before did not.
                 self._is_settled = not (self._is_cache_aware and self._scheduler.num_waiting)
@@ -258,6 +258,13 @@ class Simulator:
         self._live[request.request_id] = request
         self._num_idle_clients -= 1
         self._is_settled = False
+
+    def _plan(self) -> StepPlan | None:
+        """Return the next plan; without asking, when all who could be in it are asleep."""
+        scheduler = self._scheduler
+        if not scheduler.num_awake and not scheduler.num_waiting:
+            return None
+        return scheduler.plan()
 
     # ---- planned steps -------------------------------------------------------------------------------------------
 
@@ -357,7 +364,7 @@ class Simulator:
         size = self.manager.block_size
         # Of the position that its next step computes.
         offset = (request.num_tokens - 1) % size
-        if request.num_uncomputed_tokens != 1 or request.num_output_tokens < 2 or offset == 0:
+        if request.num_uncomputed_tokens != 1 or request.num_output_tokens < 1 or offset == 0:
             return
         num_left = min(request.num_output_left, self._max_len - request.num_tokens)
         num_skipped = min(size - 1 - offset, num_left - 1)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kvist.cache.hash import TokenChain
-    from kvist.cache.lease import PrefixLease
+    from kvist.cache.lease import PrefixLease, PrefixMatch
     from kvist.cache.namespaces import Namespace
     from kvist.types import Keep, RequestId, SamplingParams, TokenId
 
@@ -92,6 +92,8 @@ class Request:
     """When it arrived, on the scheduler's clock."""
     num_expected_hit_tokens: int = field(init=False, default=0)
     """While it waits under a policy that looks at the cache: what the cache held of it when it was asked last."""
+    match: PrefixMatch | None = field(init=False, default=None)
+    """While it waits: what was found of it last, which is found again as long as it is current."""
     chain: TokenChain = field(init=False)
     """The same tokens with their block identities; set by ``Scheduler.add``."""
     lease: PrefixLease | None = field(init=False, default=None)
