@@ -35,6 +35,10 @@ MAX_STOP_LEN = 1024
 the engine thread builds while everybody waits."""
 
 
+MAX_STOP_TOKEN_IDS = 256
+"""Stop token ids of a request at most: each output token is compared with all of them."""
+
+
 class FinishReason(Enum):
     """Why a sequence ended. The value is OpenAI's ``finish_reason`` where one exists."""
 
@@ -87,7 +91,7 @@ class SamplingParams:
     """Strings that end the output; not part of it. Up to 16, none empty, each of MAX_STOP_LEN characters
     at most."""
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the output, beside the model's end-of-sequence ids; not part of the text."""
+    """Token ids that end the output, beside the model's end-of-sequence ids; not part of the text. Up to 256."""
     ignore_eos: bool = False
     """Go on after the model's end-of-sequence token (``stop`` and ``stop_token_ids`` still end it)."""
     n: int = 1
@@ -129,6 +133,12 @@ class SamplingParams:
             "stop",
             f"one of {longest}",
             f"strings of at most {MAX_STOP_LEN} characters",
+        )
+        _check(
+            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+            "stop_token_ids",
+            len(self.stop_token_ids),
+            f"at most {MAX_STOP_TOKEN_IDS} ids",
         )
         _check(1 <= self.n <= 128, "n", self.n, "in [1, 128]")
 

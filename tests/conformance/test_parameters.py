@@ -548,3 +548,25 @@ def test_time_that_runs_out_is_504_without_output_and_length_with_some(kind):
     engine = FakeEngine(reply=Reply(finish_reason=FinishReason.TIMEOUT))
     answer = ask(kind, {**MINIMAL[kind], "timeout_s": 1}, engine)
     assert answer.json()["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("kind", "extra", "param"),
+    [
+        (CompletionRequest, {"max_tokens": 1000}, "max_tokens"),
+        (CompletionRequest, {"prompt": "p" * 2000, "max_tokens": 1}, "prompt"),
+        (CompletionRequest, {"prompt": "p" * 995}, "prompt"),
+        (ChatRequest, {"max_tokens": 1000}, "max_tokens"),
+        (ChatRequest, {"max_completion_tokens": 1000}, "max_completion_tokens"),
+    ],
+)
+def test_what_does_not_fit_the_context_is_named_by_the_parameter_at_fault(kind, extra, param):
+    answer = ask(kind, {**MINIMAL[kind], **extra})
+    assert answer.status == 400
+    assert (answer.error["code"], answer.error["param"]) == ("context_length_exceeded", param)
+
+
+@KINDS
+def test_too_many_stop_token_ids_are_refused(kind):
+    answer = ask(kind, {**MINIMAL[kind], "stop_token_ids": [1] * 257})
+    assert (answer.status, answer.error["param"]) == (400, "stop_token_ids")

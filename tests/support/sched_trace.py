@@ -253,6 +253,7 @@ class Trace:
         priority: int = 0,
         deadline_s: float | None = None,
         keep: Keep | None = None,
+        is_sibling: bool = False,
         **sampling: object,
     ) -> Request:
         sampling.setdefault("temperature", 0.0)
@@ -266,6 +267,7 @@ class Trace:
             priority=priority,
             deadline_s=deadline_s,
             keep=keep,
+            is_sibling=is_sibling,
         )
         self.scheduler.add(request)
         self.num_overtakes[request] = 0

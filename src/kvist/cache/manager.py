@@ -255,9 +255,13 @@ class CacheManager:
         Complexity: as ``match``.
         """
         match = self.match(chain, max_hit_len)
-        self._counters.num_verification_failures += match.num_verification_failures
+        self.note_failures(match)
         self.touch(match)
         return match
+
+    def note_failures(self, match: PrefixMatch) -> None:
+        """Count the verification failures of a new match."""
+        self._counters.num_verification_failures += match.num_verification_failures
 
     def touch(self, match: PrefixMatch) -> None:
         """Note that the blocks of a current match were used: evictable ones become the most recently used ones.
@@ -275,7 +279,12 @@ class CacheManager:
     # --- leases
 
     def admit(
-        self, match: PrefixMatch, chain: TokenChain, num_reserved_tokens: int
+        self,
+        match: PrefixMatch,
+        chain: TokenChain,
+        num_reserved_tokens: int,
+        *,
+        is_reuse: bool = True,
     ) -> PrefixLease | None:
         """Hold the hits of a match and promise the rest of the footprint.
 
@@ -283,6 +292,8 @@ class CacheManager:
             match: What ``lookup`` found; looked up again when that is not current any more.
             chain: The sequence it was found for.
             num_reserved_tokens: Positions the request may come to hold, prompt included.
+            is_reuse: False: the same client call computed what is hit, so that says nothing of whether it will be used
+                again, and the strategy is not told.
 
         Returns:
             The lease, with the hits in its block table, or None: not now (nothing changed). When the copy's source
@@ -311,7 +322,7 @@ class CacheManager:
             num_new = max(num_footprint - len(hits), 0)
             if num_taken + num_new > pool.num_available:
                 return None
-        lease = self._lease_on_hits(match, chain)
+        lease = self._lease_on_hits(match, chain, is_reuse=is_reuse)
         if source is not None:
             pool.hold(source)
         pool.num_reserved += num_new
@@ -538,7 +549,9 @@ class CacheManager:
         """Return whether a live lease computes block ``index``, and that block is wanted."""
         return num_hit_tokens < limit and pending_key(chain, index) in self._pending
 
-    def _lease_on_hits(self, match: PrefixMatch, chain: TokenChain) -> PrefixLease:
+    def _lease_on_hits(
+        self, match: PrefixMatch, chain: TokenChain, *, is_reuse: bool
+    ) -> PrefixLease:
         """Return a lease that holds the hits of a match and nothing else yet."""
         lease = PrefixLease(
             num_reserved_blocks=0,
@@ -547,7 +560,7 @@ class CacheManager:
         )
         self._leases.add(lease)
         for node in match.nodes:  # inv. 2
-            node.num_hits += 1
+            node.num_hits += is_reuse
             self._pool.hold(node.block)
         lease.blocks = [node.block for node in match.nodes]
         lease.block_table = list(match.block_ids)
@@ -556,7 +569,7 @@ class CacheManager:
         if match.nodes:
             lease.tip = match.nodes[-1]
             if lease.tip.is_end:
-                lease.num_continuations = lease.tip.num_continuations + 1
+                lease.num_continuations = lease.tip.num_continuations + is_reuse
         return lease
 
     def _require_live(self, lease: PrefixLease, verb: str) -> None:

@@ -310,7 +310,7 @@ class AsyncEngine:
         raise PromptTooLong(
             f"[engine] the prompt has {num_tokens} tokens, with {output} more than the {limit} tokens a request "
             f"may have; shorten the prompt, lower max_tokens, or raise --max-context or --memory-gib",
-            param="prompt",
+            param="prompt" if max_tokens is None or num_tokens >= limit else "max_tokens",
         )
 
     def _check_order(self, priority: int, deadline_s: float | None) -> None:

@@ -181,7 +181,7 @@ class EngineCore:
                 request_id = RequestId(
                     group.request_id if params.n == 1 else f"{group.request_id}/{index}"
                 )
-                self._scheduler.add(self._request(request_id, group, sequence_seed(seed, index)))
+                self._scheduler.add(self._request(request_id, group, seed, index))
                 call.open_ids[request_id] = None
                 detokenizer = Detokenizer(
                     self._tokenizer, stop, previous_token_id=group.prompt_token_ids[-1]
@@ -269,7 +269,9 @@ class EngineCore:
             num_failed=self._num_failed,
         )
 
-    def _request(self, request_id: RequestId, group: RequestGroup, seed: int) -> Request:
+    def _request(
+        self, request_id: RequestId, group: RequestGroup, seed: int, index: int
+    ) -> Request:
         return Request(
             request_id=request_id,
             prompt_token_ids=group.prompt_token_ids,
@@ -280,7 +282,8 @@ class EngineCore:
                 tenant=group.tenant,
                 layout=self._namespace.layout,
             ),
-            seed=seed,
+            seed=sequence_seed(seed, index),
+            is_sibling=index > 0,
             eos_token_ids=self._eos_token_ids,
             priority=group.priority,
             deadline_s=group.deadline_s,

@@ -79,6 +79,8 @@ class Request:
     """Lower goes first."""
     deadline_s: float | None = None
     """Seconds after its arrival at which it ends, wherever it stands; None: never."""
+    is_sibling: bool = False
+    """Whether it is one of the further sequences of a client call."""
     keep: Keep | None = None
     """How long its prompt is to stay in the cache; None: as its use earns it."""
 
@@ -148,6 +150,11 @@ class Request:
     def num_expected_prefill_tokens(self) -> int:
         """While it waits: positions to compute before the next token, if the cache holds what it held."""
         return len(self.token_ids) - self.num_expected_hit_tokens
+
+    @property
+    def is_reuse(self) -> bool:
+        """Whether what it finds in the cache was left by others: neither by its own call nor by itself."""
+        return not self.is_sibling and self.num_cached_tokens is None
 
     @property
     def has_progressed(self) -> bool:

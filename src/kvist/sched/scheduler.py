@@ -603,7 +603,9 @@ class Scheduler:
 
     def _allocate(self, request: Request, match: PrefixMatch, step: _Step) -> PrefixLease | None:
         try:
-            lease = self._manager.admit(match, request.chain, self._footprint(request))
+            lease = self._manager.admit(
+                match, request.chain, self._footprint(request), is_reuse=request.is_reuse
+            )
         except MemoryError:
             lease = None
             step.has_failed_allocation = True
@@ -679,6 +681,7 @@ class Scheduler:
             or not self._manager.is_current(match, request.chain)
         ):
             match = request.match = self._manager.match(request.chain, max_hit_len)
+            self._manager.note_failures(match)
             self._num_lookups += 1
         return match
 
@@ -856,7 +859,7 @@ class Scheduler:
                 f"[scheduler] prompt and output must fit the context of {self._max_context_len} tokens, received "
                 f"{num_prompt} prompt tokens and {output}, {wanted} in all; shorten the prompt, lower max_tokens "
                 "or raise --max-context",
-                param="prompt",
+                param=self._param_at_fault(num_prompt < self._max_context_len, max_output),
             )
         footprint = self._footprint(request)
         if not self._manager.can_ever_admit(footprint):
@@ -865,8 +868,12 @@ class Scheduler:
                 f"(block_size={self._manager.block_size}), received {num_prompt} prompt tokens and {output}, "
                 f"which need {self._manager.num_blocks_for(footprint)} blocks; shorten the prompt, lower max_tokens "
                 "or raise --memory-gib",
-                param="prompt",
+                param=self._param_at_fault(self._manager.can_ever_admit(num_prompt), max_output),
             )
+
+    @staticmethod
+    def _param_at_fault(prompt_fits: bool, max_output: int | None) -> str:  # noqa: FBT001
+        return "max_tokens" if prompt_fits and max_output is not None else "prompt"
 
     def _expected_work(self, request: Request) -> int:
         """Return the positions a waiting request is expected to need: what is reserved for it, less what is cached."""

@@ -217,7 +217,8 @@ def prepare_completion(document: Json, engine: ServedEngine, model: str) -> Job:
     _check_model(request.model, model)
     params = request.sampling_params()
     prompts = encode_prompts(request.prompt, engine)
-    check_fit(prompts, params, engine, param="prompt")
+    output_param = None if request.max_tokens is None else "max_tokens"
+    check_fit(prompts, params, engine, param="prompt", output_param=output_param)
     request_id = f"cmpl-{uuid.uuid4().hex}"
     return Job(
         request_id=request_id,
@@ -238,7 +239,8 @@ def prepare_chat(document: Json, engine: ServedEngine, model: str) -> Job:
     _check_model(request.model, model)
     params = request.sampling_params()
     prompts = [encode_messages(request.messages, engine.tokenizer)]
-    check_fit(prompts, params, engine, param="messages")
+    output_param = None if params.max_tokens is None else request.max_tokens_name
+    check_fit(prompts, params, engine, param="messages", output_param=output_param)
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     return Job(
         request_id=request_id,

@@ -277,6 +277,11 @@ class ChatRequest(SamplingFields):
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )
 
+    @property
+    def max_tokens_name(self) -> str:
+        """Which of the two names of the limit the client gave."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
     def keep(self) -> Keep | None:
         """Return how long the prompt is to stay in the cache, by either of two parameters."""
         if self.prompt_cache_retention == "24h":

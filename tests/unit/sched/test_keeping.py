@@ -123,3 +123,33 @@ def test_requests_without_a_limit_end_although_pins_hold_what_they_may() -> None
     trace.add("b", range(60, 64), ignore_eos=True)
     trace.drain()
     trace.check_answers()
+
+
+# --- what counts as use
+
+
+def hits(trace: Trace) -> set[int]:
+    return {node.num_hits for node in trace.manager._tree.nodes()}
+
+
+def test_a_call_with_several_sequences_uses_its_own_prompt_once() -> None:
+    """A one-off prompt with n=4 used to look like one that others come back to, and outlived them in a sweep."""
+    trace = Trace()
+    for index in range(4):
+        trace.add(f"a/{index}", PROMPT, max_tokens=2, ignore_eos=True, is_sibling=index > 0)
+    trace.drain()
+    assert hits(trace) == {0}
+    assert {node.num_continuations for node in trace.manager._tree.nodes()} == {0}
+    for index in range(4):
+        trace.add(f"b/{index}", PROMPT, max_tokens=2, ignore_eos=True, is_sibling=index > 0)
+    trace.drain()
+    assert hits(trace) == {0, 1}
+
+
+def test_a_request_that_resumes_does_not_count_as_use_of_its_own_blocks() -> None:
+    trace = Trace()
+    trace.add("a", PROMPT, max_tokens=4, ignore_eos=True)
+    trace.step()
+    trace.scheduler.preempt("a")
+    trace.drain()
+    assert hits(trace) == {0}
