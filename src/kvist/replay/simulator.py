@@ -8,8 +8,8 @@ That alone would plan once for every token of the longest output. Two kinds of s
 
 1.  A sequence that only decodes inside one block changes nothing that anybody can see: it allocates nothing and
     publishes no full block, and nobody shares its output. It is *asleep* (``Scheduler.sleep``), and counted in the
-    price of every step and against the budget. It is planned again in the steps that matter: the first after its
-    prompt, the one that starts a block, the one that fills a block, its last one. Steps in which everybody is asleep
+    price of every step and against the budget. It is planned again in the steps that matter: the one that starts
+    a block, the one that fills a block, its last one. Steps in which everybody is asleep
     are one jump, which ends where somebody wakes or a request arrives.
 2.  While one request prefills, nobody else is awake and nobody waits, its whole chunks are extended and committed
     one after another without planning.
