@@ -18,7 +18,7 @@ SECOND = 10**9
 NO_EOS: frozenset[int] = frozenset()
 
 
-def out_of_memory(*_: object) -> None:
+def out_of_memory(*_: object, **__: object) -> None:
     raise MemoryError
 
 
