@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
+from collections.abc import Mapping  # noqa: TC003  # flags are made from the types of the fields
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +22,10 @@ MAX_THREADS = 1024
 """More than any machine has CPUs for one process; a tensor library that cannot start its threads ends the process."""
 MAX_GIB = 2.0**30
 """An exbibyte: above it a number of bytes is a slip, and no memory."""
+MAX_TTL_S = 30 * 86_400.0
+"""A month. What is to be kept for longer than anybody's server runs is a slip of the unit."""
+TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+"""Names of tenants. Shorter than the 64 hexadecimal digits that stand for a key without a name."""
 
 
 # Any: the declared type of the field is the real one.
@@ -78,6 +84,26 @@ class CacheConfig:
         "off: keep no K and V at all and recompute everything for every token",
         choices=("on", "off"),
     )
+    eviction: str = option(
+        "default",
+        "which cached blocks go first; default: those never hit, lru: those used longest ago",
+        choices=("default", "lru"),
+    )
+    cache_share: Mapping[str, float] = field(
+        default_factory=dict,
+        metadata={
+            "help": "fraction of the KV memory that a tenant may fill before its blocks go first; repeatable. "
+            "Others borrow what it does not use",
+            "metavar": "NAME=FRACTION",
+        },
+    )
+    cache_ttl_s: float | None = option(
+        None,
+        "seconds that every prompt is kept before others, as long as requests leave room; default: by use alone",
+    )
+    pin_fraction: float = option(
+        0.0, "fraction of the KV memory that requests may pin (cache_control); 0 allows no pins"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +153,7 @@ class EngineConfig:
         if self.cache.memory_gib is not None and not 0.0 < self.cache.memory_gib <= MAX_GIB:
             msg = f"[config] --memory-gib must be in (0, {MAX_GIB:g}], received {self.cache.memory_gib}"
             raise ConfigError(msg)
+        _check_cache(self.cache)
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:  # noqa: ANN401  # checked against the fields
@@ -163,9 +190,10 @@ class ServerConfig:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 picks a free one")
     api_key: tuple[str, ...] = option(
-        (), "API key that is accepted; repeatable. Each key has a private cache namespace"
+        (),
+        "API key that is accepted, or 'NAME KEY'; repeatable. Each name, or key without one, has a private cache",
     )
-    api_key_file: str | None = option(None, "file with one API key a line")
+    api_key_file: str | None = option(None, "file with one such key a line")
     served_name: str | None = option(
         None, "model name in requests and /v1/models; default: the name given as --model"
     )
@@ -205,6 +233,44 @@ def check_choices(group: object) -> None:
         if choices and value not in choices:
             flag = f"--{f.name.replace('_', '-')}"
             msg = f"[config] {flag} must be one of {', '.join(choices)}, received {value!r}"
+            raise ConfigError(msg)
+
+
+def _check_cache(cache: CacheConfig) -> None:
+    """Raise ConfigError when what is to be kept makes no sense, or there is no cache to keep it in."""
+    for name, share in cache.cache_share.items():
+        if not TENANT_NAME.fullmatch(name):
+            msg = (
+                f"[config] --cache-share must be for a name of 1 to 63 letters, digits, '.', '_' or '-', "
+                f"received {name[:80]!r}"
+            )
+            raise ConfigError(msg)
+        if not 0.0 < share <= 1.0:
+            msg = f"[config] --cache-share must be in (0, 1] for {name!r}, received {share}"
+            raise ConfigError(msg)
+    # Written in decimal: three of 0.1 and one of 0.7 make a little more than 1.
+    total = sum(cache.cache_share.values())
+    if total > 1.0 + 1e-9:
+        msg = f"[config] --cache-share must be 1 at most in all, received {total:g}"
+        raise ConfigError(msg)
+    if cache.cache_ttl_s is not None and not 0.0 < cache.cache_ttl_s <= MAX_TTL_S:
+        msg = (
+            f"[config] --cache-ttl-s must be in (0, {MAX_TTL_S:.0f}], received {cache.cache_ttl_s}"
+        )
+        raise ConfigError(msg)
+    if not 0.0 <= cache.pin_fraction < 1.0:
+        msg = f"[config] --pin-fraction must be in [0, 1), received {cache.pin_fraction}"
+        raise ConfigError(msg)
+    if cache.prefix_cache == "on" and cache.kv_cache == "on":
+        return
+    kept = {
+        "--cache-share": cache.cache_share,
+        "--cache-ttl-s": cache.cache_ttl_s,
+        "--pin-fraction": cache.pin_fraction,
+    }
+    for flag, value in kept.items():
+        if value:
+            msg = f"[config] {flag} must be left out without a prefix cache, received {value}"
             raise ConfigError(msg)
 
 

@@ -131,6 +131,14 @@ class EnginePlan:
     """Whether blocks are shared between requests with equal prefixes."""
     keep_kv: bool
     """False: every token recomputes the whole sequence."""
+    eviction: str
+    """Which cached blocks go first."""
+    cache_shares: tuple[tuple[str, float], ...]
+    """Tenants with a share of the pool, by name, and the fraction; the others share the rest."""
+    cache_ttl_s: float
+    """Seconds that every prompt is kept before others; 0: by use alone."""
+    pin_fraction: float
+    """Fraction of the pool that pins may hold; no request may need more than the rest."""
     explain_blocks: int = 32768
     """Blocks remembered after they left the cache."""
     schedule: str
@@ -165,6 +173,10 @@ class EnginePlan:
             f"prefix_cache={'on' if self.prefix_cache else 'off'}",
             f"kv_cache={'on' if self.keep_kv else 'off'}",
             f"explain_blocks={self.explain_blocks}",
+            f"eviction={self.eviction}",
+            f"cache_shares={','.join(f'{name}:{share:g}' for name, share in self.cache_shares) or 'none'}",
+            f"cache_ttl_s={self.cache_ttl_s:g}",
+            f"pin_fraction={self.pin_fraction:g}",
             f"schedule={self.schedule}",
             f"max_overtakes={self.max_overtakes}",
             f"max_batch_tokens={self.max_batch_tokens}",
@@ -215,8 +227,8 @@ def resolve(config: EngineConfig, spec: ModelSpec, hardware: Hardware) -> Engine
     ``weight_format`` says what ``weights`` and ``dtype`` come to. ``kv_cache_dtype`` auto is raw16.
 
     Without ``memory_gib`` the pool takes ``KV_MEMORY_FRACTION`` of what is available after the weights, but no more
-    than ``max_running`` requests of the full context could hold. A pool smaller than one full context lowers
-    ``max_context_len`` to what it holds and says so in ``notes``, unless the user asked for that context by name.
+    than ``max_running`` requests of the full context could hold. A pool smaller than one full context, pins aside,
+    lowers ``max_context_len`` to what it holds and says so in ``notes``, unless the user asked for that context.
 
     Raises:
         ConfigError: The request for a context, a memory size or a model cannot be met; the message has the numbers.
@@ -253,6 +265,10 @@ def resolve(config: EngineConfig, spec: ModelSpec, hardware: Hardware) -> Engine
         prefix_cache=keep_kv and config.cache.prefix_cache == "on",
         keep_kv=keep_kv,
         explain_blocks=config.cache.explain_blocks,
+        eviction=config.cache.eviction,
+        cache_shares=tuple(sorted(config.cache.cache_share.items())),
+        cache_ttl_s=config.cache.cache_ttl_s or 0.0,
+        pin_fraction=config.cache.pin_fraction,
         schedule=config.scheduler.schedule,
         max_overtakes=config.scheduler.max_overtakes,
         max_batch_tokens=config.scheduler.max_batch_tokens,
@@ -358,6 +374,11 @@ def weight_format(
     return WeightFormat(plane="native", kind=model.weights)
 
 
+def num_pinnable(num_blocks: int, pin_fraction: float) -> int:
+    """Return how many blocks of a pool pins may hold."""
+    return int(num_blocks * pin_fraction)
+
+
 def kv_spec_of(plan: EnginePlan, spec: ModelSpec) -> KVSpec:
     """Return the block shape that the plan decided for this model."""
     return _kv_spec(spec, plan.codec, plan.block_size)
@@ -404,11 +425,12 @@ def _num_blocks(
             )
         num_blocks = budget // kv_spec.block_bytes
         advice = "raise --memory-gib"
-    if num_blocks < minimum:
+    if num_blocks - num_pinnable(num_blocks, config.cache.pin_fraction) < minimum:
         raise ConfigError(
             f"[plan] not even one small request fits: {minimum} blocks of {kv_spec.block_bytes:,} bytes "
             f"({kv_spec.block_size} tokens) are needed, {num_blocks} fit (weights {weight_bytes:,} bytes, "
-            f"{hardware.available_bytes:,} bytes available); {advice}, or lower --block-size"
+            f"{hardware.available_bytes:,} bytes available, --pin-fraction {config.cache.pin_fraction:g}); {advice}, "
+            f"or lower --block-size"
         )
     return num_blocks
 
@@ -416,14 +438,17 @@ def _num_blocks(
 def _fit_context(
     config: EngineConfig, kv_spec: KVSpec, context: int, num_blocks: int
 ) -> tuple[int, tuple[str, ...]]:
-    capacity = num_blocks * kv_spec.block_size
+    # Admission never counts on what pins may hold.
+    num_usable = num_blocks - num_pinnable(num_blocks, config.cache.pin_fraction)
+    capacity = num_usable * kv_spec.block_size
     if capacity >= context:
         return context, ()
-    needed_gib = kv_spec.num_blocks_for(context) * kv_spec.block_bytes / GIB
+    usable_fraction = num_usable / num_blocks
+    needed_gib = kv_spec.num_blocks_for(context) * kv_spec.block_bytes / usable_fraction / GIB
     if config.model.max_context is not None:
         raise ConfigError(
             f"[plan] --max-context {context} needs {kv_spec.num_blocks_for(context)} blocks of "
-            f"{kv_spec.block_size} tokens ({needed_gib:.2f} GiB), and {num_blocks} fit; lower --max-context to "
+            f"{kv_spec.block_size} tokens ({needed_gib:.2f} GiB), and {num_usable} fit; lower --max-context to "
             f"{capacity} or set --memory-gib to at least {needed_gib:.2f}"
         )
     note = (

@@ -71,6 +71,14 @@ def _maps_integers_to_numbers(value: object) -> bool:
     )
 
 
+def _maps_texts_to_numbers(value: object) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and all(map(_is_text, value))
+        and all(map(_is_number, value.values()))
+    )
+
+
 _KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "int": ("a whole number", _is_integer),
     "float": ("a number", _is_number),
@@ -78,5 +86,6 @@ _KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "bool": ("True or False", _is_bool),
     "tuple[str, ...]": ("a tuple of strings", _are_texts),
     "tuple[int, ...]": ("a tuple of whole numbers", _are_integers),
+    "Mapping[str, float]": ("a mapping from names to numbers", _maps_texts_to_numbers),
     "Mapping[int, float]": ("a mapping from token ids to numbers", _maps_integers_to_numbers),
 }

@@ -35,6 +35,10 @@ MAX_STOP_LEN = 1024
 the engine thread builds while everybody waits."""
 
 
+MAX_STOP_TOKEN_IDS = 256
+"""Stop token ids of a request at most: each output token is compared with all of them."""
+
+
 class FinishReason(Enum):
     """Why a sequence ended. The value is OpenAI's ``finish_reason`` where one exists."""
 
@@ -76,7 +80,9 @@ class SamplingParams:
     """Subtracted from logits of tokens seen in the output. [-2, 2]."""
     frequency_penalty: float = 0.0
     """Subtracted per occurrence in the output. [-2, 2]."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(
+        default_factory=dict, metadata={"metavar": "TOKEN_ID=NUMBER"}
+    )
     """Added to the logits of the given token ids. Values in [-100, 100]."""
     logprobs: int | None = None
     """Alternatives reported per output token, [0, 20]; None reports no log-probabilities. They are those of
@@ -85,7 +91,7 @@ class SamplingParams:
     """Strings that end the output; not part of it. Up to 16, none empty, each of MAX_STOP_LEN characters
     at most."""
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the output, beside the model's end-of-sequence ids; not part of the text."""
+    """Token ids that end the output, beside the model's end-of-sequence ids; not part of the text. Up to 256."""
     ignore_eos: bool = False
     """Go on after the model's end-of-sequence token (``stop`` and ``stop_token_ids`` still end it)."""
     n: int = 1
@@ -128,6 +134,12 @@ class SamplingParams:
             f"one of {longest}",
             f"strings of at most {MAX_STOP_LEN} characters",
         )
+        _check(
+            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+            "stop_token_ids",
+            len(self.stop_token_ids),
+            f"at most {MAX_STOP_TOKEN_IDS} ids",
+        )
         _check(1 <= self.n <= 128, "n", self.n, "in [1, 128]")
 
     @property
@@ -155,6 +167,17 @@ def _check(is_valid: object, name: str, value: object, expected: str) -> None:
 def _check_range(name: str, value: float, low: float, high: float) -> None:
     is_valid = math.isfinite(value) and low <= value <= high
     _check(is_valid, name, value, f"in [{low:g}, {high:g}]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """How long a prompt is to stay in the cache after it was computed, whatever else passes through."""
+
+    ttl_s: float
+    """Seconds, > 0. Asking again moves the end later."""
+    is_pinned: bool = False
+    """False: its blocks go after all others of their tenant, if running requests need the memory. True: they do not go;
+    where the pins' budget has no room, as False."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,6 +278,10 @@ class Usage:
     """Subset of num_computed_tokens: positions that had been computed or cached for the sequence before."""
     miss: MissReport | None = None
     """Why the rest of the prompt was not reused; None: all of it but the last token was, or it never started."""
+    num_retained_tokens: int | None = None
+    """Prompt tokens, in whole blocks, that have a TTL now; None: not asked for."""
+    num_pinned_tokens: int | None = None
+    """Prompt tokens, in whole blocks, that are pinned now; None: not asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -152,7 +152,34 @@ def test_missing_key_file_is_named(tmp_path):
         create_app(FakeEngine(), ServerConfig(api_key_file=str(tmp_path / "nowhere")))
 
 
-@pytest.mark.parametrize("key", ["", " ", "two words", "nyckel-å", "a\nb"])
+def test_a_named_key_is_its_name_s_tenant_so_that_keys_can_be_replaced():
+    keys = ("team-a old-key", "team-a  new-key", "team-b other", "bare")
+    first, again, other, bare = tenants(keys, "old-key", "new-key", "other", "bare")
+    assert (first, again, other) == ("team-a", "team-a", "team-b")
+    assert len(bare) == 64
+
+
+@pytest.mark.parametrize("name", ["a=b", "-a", "x" * 64, "'a'"])
+def test_a_malformed_name_is_refused_without_showing_the_key(name):
+    with pytest.raises(ConfigError, match="the name before an API key must be") as caught:
+        Keyring([f"{name} secret"])
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("second", ["team-b key", "key"])
+def test_a_key_with_two_names_is_refused(second):
+    with pytest.raises(ConfigError, match="belongs to one tenant, received one with two names"):
+        Keyring(["team-a key", second])
+
+
+def test_a_share_for_a_name_without_a_key_is_refused():
+    keyring = Keyring(["team-a key", "bare"])
+    keyring.check_names(["team-a"])
+    with pytest.raises(ConfigError, match=r"--cache-share team-x is for .* \(known: team-a\)"):
+        keyring.check_names(["team-a", "team-x"])
+
+
+@pytest.mark.parametrize("key", ["", " ", "three small words", "nyckel-å", "a\nb", "name a\tb"])
 def test_key_that_no_header_can_carry_is_refused(key):
     with pytest.raises(ConfigError, match="API key must be printable ASCII"):
         Keyring([key])

@@ -7,6 +7,7 @@ import importlib
 
 import openai
 import pytest
+from tests.support.asgi import request
 from tests.support.fake_engine import BOS, FakeEngine, Reply
 
 from kvist.config import ServerConfig
@@ -92,6 +93,16 @@ def test_usage_counts_each_prompt_once_and_only_reuse_from_before_the_call():
     assert answer.usage.prompt_tokens == 3 + 4
     assert answer.usage.completion_tokens == 6 * 2
     assert answer.usage.prompt_tokens_details.cached_tokens == 2
+
+
+def test_usage_says_what_was_pinned_when_that_was_asked_for():
+    engine = FakeEngine(reply=Reply(num_pinned_tokens=2))
+    document = {"model": "fake-1", "prompt": ["ab", "cde"], "n": 3}
+    answer = request(create_app(engine, ServerConfig()), "POST", "/v1/completions", document)
+    assert answer.json()["usage"]["prompt_tokens_details"] == {
+        "cached_tokens": 0,
+        "pinned_tokens": 4,
+    }
 
 
 def test_chat_goes_through_the_template():

@@ -20,7 +20,7 @@ from kvist.server.protocol import (
     StreamOptions,
     TextPart,
 )
-from kvist.types import FinishReason, SamplingParams
+from kvist.types import FinishReason, Keep, SamplingParams
 
 MINIMAL = {
     CompletionRequest: {"model": "fake-1", "prompt": "p"},
@@ -53,6 +53,7 @@ ORDER = {
     "kvist_explain": (True, {}, "answer"),
     "priority": (-3, {}, "priority"),
     "timeout_s": (2.5, {}, "deadline_s"),
+    "cache_control": ({"type": "ephemeral", "ttl": "1h"}, {}, "keep"),
 }
 OTHERS = {
     CompletionRequest: {
@@ -70,6 +71,7 @@ OTHERS = {
         "logprobs": (True, {}, "logprobs"),
         "top_logprobs": (3, {"logprobs": True}, "logprobs"),
         "max_completion_tokens": (3, {}, "max_tokens"),
+        "prompt_cache_retention": ("24h", {}, "keep"),
         "stream": (True, {}, "answer"),
         "stream_options": ({"include_usage": True}, {"stream": True}, "answer"),
         "model": ("other", {}, "status"),
@@ -85,6 +87,8 @@ NEUTRAL = {
         ("metadata", {}),
         ("modalities", ["text"]),
         ("parallel_tool_calls", True),
+        ("prompt_cache_retention", "in_memory"),
+        ("prompt_cache_retention", "in-memory"),
         ("response_format", {"type": "text"}),
         ("service_tier", "auto"),
         ("service_tier", "default"),
@@ -124,7 +128,11 @@ def observed(kind, document):
         seen["prompt"] = submission.prompt_token_ids
         for name in SamplingParams.__dataclass_fields__:
             seen[name] = getattr(submission.params, name)
-        seen |= {"priority": submission.priority, "deadline_s": submission.deadline_s}
+        seen |= {
+            "priority": submission.priority,
+            "deadline_s": submission.deadline_s,
+            "keep": submission.keep,
+        }
     return seen
 
 
@@ -182,6 +190,46 @@ def test_sampling_values_reach_the_engine_unchanged():
     )
 
 
+@pytest.mark.parametrize(
+    ("cache_control", "keep"),
+    [
+        ({"type": "ephemeral"}, Keep(ttl_s=300.0)),
+        ({"type": "ephemeral", "ttl": "5m"}, Keep(ttl_s=300.0)),
+        ({"type": "ephemeral", "ttl": "1h"}, Keep(ttl_s=3600.0)),
+        ({"type": "pinned", "ttl": "90s"}, Keep(ttl_s=90.0, is_pinned=True)),
+        ({"type": "pinned", "ttl": "2d"}, Keep(ttl_s=172_800.0, is_pinned=True)),
+    ],
+)
+@KINDS
+def test_cache_control_says_how_long_the_prompt_is_kept(kind, cache_control, keep):
+    assert observed(kind, {**MINIMAL[kind], "cache_control": cache_control})["keep"] == keep
+
+
+@pytest.mark.parametrize(
+    ("cache_control", "param"),
+    [
+        ("ephemeral", "cache_control"),
+        ({}, "cache_control.type"),
+        ({"type": "forever"}, "cache_control.type"),
+        ({"type": "pinned", "ttl": "1w"}, "cache_control.ttl"),
+        ({"type": "pinned", "ttl": "0m"}, "cache_control.ttl"),
+        ({"type": "pinned", "ttl": 60}, "cache_control.ttl"),
+        ({"type": "pinned", "scope": "global"}, "cache_control.scope"),
+    ],
+)
+def test_a_wrong_cache_control_is_refused_by_name(cache_control, param):
+    answer = ask(ChatRequest, {**MINIMAL[ChatRequest], "cache_control": cache_control})
+    assert (answer.status, answer.error["param"]) == (400, param)
+
+
+def test_cache_control_belongs_to_the_request_and_not_to_a_message():
+    part = {"type": "text", "text": "p", "cache_control": {"type": "ephemeral"}}
+    messages = [{"role": "user", "content": [part]}]
+    answer = ask(ChatRequest, {"model": "fake-1", "messages": messages})
+    assert answer.status == 400
+    assert "it belongs beside messages" in answer.error["message"]
+
+
 def test_stop_may_be_one_string():
     engine = FakeEngine()
     ask(ChatRequest, {**MINIMAL[ChatRequest], "stop": "end"}, engine)
@@ -223,6 +271,8 @@ def test_values_that_ask_for_nothing_are_accepted(kind):
     ("kind", "extra"),
     [
         (ChatRequest, {"store": 0}),
+        (ChatRequest, {"prompt_cache_retention": "48h"}),
+        (ChatRequest, {"prompt_cache_retention": "24h", "cache_control": {"type": "ephemeral"}}),
         (ChatRequest, {"parallel_tool_calls": 1}),
         (ChatRequest, {"response_format": {"type": "json_object"}}),
         (ChatRequest, {"tools": [{"type": "function"}]}),
@@ -499,3 +549,25 @@ def test_time_that_runs_out_is_504_without_output_and_length_with_some(kind):
     engine = FakeEngine(reply=Reply(finish_reason=FinishReason.TIMEOUT))
     answer = ask(kind, {**MINIMAL[kind], "timeout_s": 1}, engine)
     assert answer.json()["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("kind", "extra", "param"),
+    [
+        (CompletionRequest, {"max_tokens": 1000}, "max_tokens"),
+        (CompletionRequest, {"prompt": "p" * 2000, "max_tokens": 1}, "prompt"),
+        (CompletionRequest, {"prompt": "p" * 995}, "prompt"),
+        (ChatRequest, {"max_tokens": 1000}, "max_tokens"),
+        (ChatRequest, {"max_completion_tokens": 1000}, "max_completion_tokens"),
+    ],
+)
+def test_what_does_not_fit_the_context_is_named_by_the_parameter_at_fault(kind, extra, param):
+    answer = ask(kind, {**MINIMAL[kind], **extra})
+    assert answer.status == 400
+    assert (answer.error["code"], answer.error["param"]) == ("context_length_exceeded", param)
+
+
+@KINDS
+def test_too_many_stop_token_ids_are_refused(kind):
+    answer = ask(kind, {**MINIMAL[kind], "stop_token_ids": [1] * 257})
+    assert (answer.status, answer.error["param"]) == (400, "stop_token_ids")

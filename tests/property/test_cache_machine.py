@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvist.cache.eviction import StrategyFactory
-    from kvist.cache.lease import PrefixLease
+    from kvist.cache.lease import PrefixLease, PrefixMatch
     from kvist.cache.pins import Pin
 
 NAMESPACES = tuple(Namespace(model="m", tenant=tenant) for tenant in ("a", "b"))
@@ -83,6 +83,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.num_committed = [0] * num_blocks
         self.waiting: list[ModelRequest] = []
         self.running: list[ModelRequest] = []
+        self.found: list[tuple[TokenChain, PrefixMatch]] = []
 
     # --- the model
 
@@ -114,6 +115,12 @@ class CacheMachine(RuleBasedStateMachine):
             and (is_full or len(other.tokens_at_admission) == end)
             for other in self.running
         )
+
+    @invariant()
+    def what_is_current_is_found_again(self) -> None:
+        for chain, match in self.found[-20:]:
+            if self.manager.is_current(match, chain):
+                assert self.manager.match(chain, match.max_hit_len) == match
 
     def assert_contents(self, request: ModelRequest) -> None:
         for position in range(request.num_written):
@@ -173,6 +180,7 @@ class CacheMachine(RuleBasedStateMachine):
     def admit_request(self, request: ModelRequest, *, is_stale: bool) -> None:
         footprint = len(request.tokens) + request.num_output_tokens
         match = self.manager.lookup(request.chain, len(request.tokens) - 1)
+        self.found.append((request.chain, match))
         if is_stale:
             self.manager.reset()
         match_now = self.manager.match(request.chain, len(request.tokens) - 1)

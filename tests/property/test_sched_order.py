@@ -115,13 +115,13 @@ class Failing:
     def _wrap(self, monkeypatch: pytest.MonkeyPatch, kind: type, name: str) -> None:
         original = getattr(kind, name)
 
-        def failing(*args: Any) -> Any:
+        def failing(*args: Any, **options: Any) -> Any:
             if self._random.random() < self.rate:
                 self.num_failures[name] += 1
                 if name in {"admit", "extend"} and self._random.random() < 0.5:
                     return False if name == "extend" else None
                 raise MemoryError
-            return original(*args)
+            return original(*args, **options)
 
         monkeypatch.setattr(kind, name, failing)
 

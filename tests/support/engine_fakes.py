@@ -156,6 +156,10 @@ def make_plan(**changes) -> EnginePlan:
         "threads": 1,
         "prefix_cache": True,
         "keep_kv": True,
+        "eviction": "default",
+        "cache_shares": (),
+        "cache_ttl_s": 0.0,
+        "pin_fraction": 0.0,
         "schedule": "fcfs",
         "max_overtakes": 64,
         "max_batch_tokens": 32,
@@ -187,6 +191,7 @@ def make_parts(*, clock: Callable[[], int] = time.perf_counter_ns, **changes) ->
         block_size=plan.block_size,
         hasher=BlockHasher(bytes(32)),
         prefix_cache=plan.prefix_cache,
+        pin_fraction=plan.pin_fraction,
     )
     scheduler = Scheduler(
         manager,

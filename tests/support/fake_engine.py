@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvist.errors import RequestError
-from kvist.types import FinishReason, OutputChunk, TokenLogprobs, Usage
+from kvist.types import FinishReason, Keep, OutputChunk, TokenLogprobs, Usage
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
@@ -81,6 +81,8 @@ class Reply:
     """Raised instead of the last chunk."""
     num_cached_tokens: int = 0
     """Of the first sequence; the others report the whole prompt but one token."""
+    num_pinned_tokens: int | None = None
+    """Of every sequence that was to be kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +94,7 @@ class Submission:
     stream: FakeStream
     priority: int
     deadline_s: float | None
+    keep: Keep | None
 
 
 @dataclass
@@ -123,6 +126,7 @@ class FakeEngine:
         request_id: str | None = None,
         priority: int = 0,
         deadline_s: float | None = None,
+        keep: Keep | None = None,
     ) -> FakeStream:
         refusal = self.refusals.popleft() if self.refusals else None
         if refusal is not None:
@@ -138,6 +142,7 @@ class FakeEngine:
                 stream=stream,
                 priority=priority,
                 deadline_s=deadline_s,
+                keep=keep,
             )
         )
         return stream
@@ -215,6 +220,7 @@ class FakeStream:
                 num_cached_tokens=cached,
                 num_computed_tokens=self._num_prompt_tokens - cached + num_output_tokens,
                 num_output_tokens=num_output_tokens,
+                num_pinned_tokens=self._engine.reply.num_pinned_tokens,
             ),
         )
 

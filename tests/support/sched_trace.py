@@ -18,7 +18,15 @@ from kvist.sched.policy import Fcfs
 from kvist.sched.policy import get as policy_named
 from kvist.sched.request import Request, RequestStatus
 from kvist.sched.scheduler import DEFAULT_MAX_OVERTAKES, RequestUpdate, Scheduler
-from kvist.types import FinishReason, RequestId, SamplingParams, TokenId, TokenLogprobs, Usage
+from kvist.types import (
+    FinishReason,
+    Keep,
+    RequestId,
+    SamplingParams,
+    TokenId,
+    TokenLogprobs,
+    Usage,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -194,6 +202,7 @@ class Trace:
         policy: SchedulingPolicy | str | None = None,
         keep_kv: bool = True,
         max_overtakes: int = DEFAULT_MAX_OVERTAKES,
+        pin_fraction: float = 0.0,
     ) -> None:
         self.now_ns = 0
         self.policy = policy_named(policy) if isinstance(policy, str) else policy or Fcfs()
@@ -203,6 +212,8 @@ class Trace:
             hasher=BlockHasher(bytes(32)),
             prefix_cache=prefix_cache and keep_kv,
             max_ghosts=64,  # every law is checked after every step, those of the ghosts too
+            pin_fraction=pin_fraction,
+            clock_ns=lambda: self.now_ns,
         )
         self.scheduler = Scheduler(
             self.manager,
@@ -221,7 +232,8 @@ class Trace:
         self.keep_kv = keep_kv
         self.max_batch_tokens = max_batch_tokens
         self.max_running = max_running
-        self.max_tokens_in_all = min(max_context_len, num_blocks * block_size + 1)
+        num_usable = num_blocks - self.manager.max_pinned
+        self.max_tokens_in_all = min(max_context_len, num_usable * block_size + 1)
         self.records: dict[RequestId, Record] = {}
         self.plans: list[StepPlan] = []
         self.max_overtakes = max_overtakes
@@ -241,6 +253,8 @@ class Trace:
         params: SamplingParams | None = None,
         priority: int = 0,
         deadline_s: float | None = None,
+        keep: Keep | None = None,
+        is_sibling: bool = False,
         **sampling: object,
     ) -> Request:
         sampling.setdefault("temperature", 0.0)
@@ -253,6 +267,8 @@ class Trace:
             eos_token_ids=eos,
             priority=priority,
             deadline_s=deadline_s,
+            keep=keep,
+            is_sibling=is_sibling,
         )
         self.scheduler.add(request)
         self.num_overtakes[request] = 0
@@ -351,7 +367,7 @@ class Trace:
             assert request.num_computed_tokens == 0 or request.lease is not None
             assert request.num_computed_tokens <= request.num_tokens
         if not running:
-            assert manager.num_held == 0
+            assert manager.num_held == manager.num_pinned
             assert manager.num_reserved == 0
 
     def check_answers(self) -> None:

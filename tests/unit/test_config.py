@@ -39,6 +39,18 @@ def test_unknown_option_gets_a_suggestion() -> None:
         ("reserve_tokens", 0, "--reserve-tokens"),
         ("max_overtakes", -1, "--max-overtakes"),
         ("max_context", 1, "--max-context"),
+        ("eviction", "fifo", "--eviction"),
+        ("cache_share", {"a": 0.0}, "--cache-share"),
+        ("cache_share", {"a": 1.5}, "--cache-share"),
+        ("cache_share", {"a": 0.6, "b": 0.5}, "--cache-share"),
+        ("cache_share", {"a": "b"}, "--cache-share"),
+        ("cache_share", {"two words": 0.5}, "--cache-share"),
+        ("cache_share", {"": 0.5}, "--cache-share"),
+        ("cache_ttl_s", 0.0, "--cache-ttl-s"),
+        ("cache_ttl_s", float("inf"), "--cache-ttl-s"),
+        ("pin_fraction", -0.1, "--pin-fraction"),
+        ("pin_fraction", 1.0, "--pin-fraction"),
+        ("pin_fraction", float("nan"), "--pin-fraction"),
         ("threads", 0, "--threads"),
         ("memory_gib", 0.0, "--memory-gib"),
         ("memory_gib", float("nan"), "--memory-gib"),
@@ -48,6 +60,22 @@ def test_unknown_option_gets_a_suggestion() -> None:
 def test_invalid_values_name_the_flag(option: str, value: object, flag: str) -> None:
     with pytest.raises(ConfigError, match=rf"\[config\] {flag} must be"):
         EngineConfig.from_options(**{option: value})
+
+
+def test_shares_written_in_decimal_may_fill_the_whole_cache() -> None:
+    shares = {"a": 0.1, "b": 0.1, "c": 0.1, "d": 0.7}
+    assert EngineConfig.from_options(cache_share=shares).cache.cache_share == shares
+
+
+@pytest.mark.parametrize("off", ["prefix_cache", "kv_cache"])
+@pytest.mark.parametrize(
+    "kept", [{"cache_share": {"a": 0.5}}, {"cache_ttl_s": 1.0}, {"pin_fraction": 0.5}]
+)
+def test_what_only_a_prefix_cache_can_do_is_refused_without_one(
+    off: str, kept: dict[str, object]
+) -> None:
+    with pytest.raises(ConfigError, match="must be left out without a prefix cache"):
+        EngineConfig.from_options(**{off: "off"}, **kept)
 
 
 @pytest.mark.parametrize(

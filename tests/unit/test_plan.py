@@ -97,6 +97,9 @@ class TestResolve:
             ("reserve_tokens", 11, "reserve_tokens"),
             ("schedule", "shortest", "schedule"),
             ("max_overtakes", 3, "max_overtakes"),
+            ("eviction", "lru", "eviction"),
+            ("cache_ttl_s", 300.0, "cache_ttl_s"),
+            ("pin_fraction", 0.25, "pin_fraction"),
             ("model", "some-model", "model"),
         ],
     )
@@ -229,6 +232,25 @@ class TestResolve:
         assert plan.max_context_len == 5 * 64
         assert "lowered from 1024 to 320" in plan.one_line()
         assert "lowered from 1024 to 320" in caplog.text
+
+    def test_shares_are_in_the_line_of_the_log(self):
+        plan = plan_of(cache_share={"team-b": 0.25, "team-a": 0.5})
+        assert plan.cache_shares == (("team-a", 0.5), ("team-b", 0.25))
+        assert "cache_shares=team-a:0.5,team-b:0.25" in plan.one_line()
+        assert (
+            "eviction=default cache_shares=none cache_ttl_s=0 pin_fraction=0"
+            in plan_of().one_line()
+        )
+
+    def test_no_request_counts_on_what_pins_may_hold(self):
+        plan = plan_of(memory_gib=10 * BLOCK_BYTES / GIB, pin_fraction=0.5)
+        assert (plan.num_blocks, plan.max_context_len) == (10, 5 * 64)
+
+    def test_pins_may_not_leave_less_than_one_request_needs(self):
+        with pytest.raises(
+            ConfigError, match=r"not even one small request fits.* --pin-fraction 0.9"
+        ):
+            plan_of(memory_gib=10 * BLOCK_BYTES / GIB, pin_fraction=0.9)
 
     def test_context_asked_for_is_refused_when_the_pool_is_too_small(self):
         with pytest.raises(ConfigError, match=r"--max-context 1024 needs 16 blocks.* 5 fit.*320"):

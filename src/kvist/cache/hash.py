@@ -166,7 +166,8 @@ class TokenChain:
 
         Complexity: O(1) when asked for before, else O(tokens not hashed yet before the block's end).
         """
-        return self.parent_hash(index + 1)
+        hashes = self._hashes
+        return hashes[index + 1] if index + 1 < len(hashes) else self.parent_hash(index + 1)
 
     def parent_hash(self, index: int) -> BlockHash:
         """Return the identity of what precedes block ``index``: block ``index - 1``, or the root."""

@@ -49,8 +49,12 @@ class PrefixMatch:
     """Tree nodes of block_ids; the manager's."""
     source: Node | None = field(repr=False)
     """Tree node of copy; the manager's."""
-    epoch: int = field(repr=False)
-    """State of the tree that this was found in; the manager looks again when blocks have gone since."""
+    tip: Node | None = field(repr=False)
+    """Where the search ended: the last of nodes, or the namespace's root; None: the cache holds nothing of it."""
+    num_tip_changes: int = field(repr=False)
+    """``Node.num_changes`` of tip at that moment."""
+    num_replacements: int = field(repr=False)
+    """``PrefixTree.num_replacements`` at that moment."""
 
 
 class PrefixLease:

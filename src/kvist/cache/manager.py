@@ -218,12 +218,37 @@ class CacheManager:
             block_ids=tuple([hit.block.block_id for hit in nodes]),
             copy=copy,
             num_hit_tokens=num_hit_tokens,
-            pending=num_hit_tokens < limit and pending_key(chain, len(nodes)) in self._pending,
+            pending=self._is_pending(chain, len(nodes), num_hit_tokens, limit),
             max_hit_len=max_hit_len,
             num_verification_failures=num_failures,
             nodes=tuple(nodes),
             source=source,
-            epoch=self._tree.epoch,
+            tip=node,
+            num_tip_changes=0 if node is None else node.num_changes,
+            num_replacements=self._tree.num_replacements,
+        )
+
+    def is_current(self, match: PrefixMatch, chain: TokenChain) -> bool:
+        """Return whether ``match`` would find the same again, with the limit that it was given. O(1).
+
+        Nodes go leaf first, so as long as the last one is there all are.
+
+        Args:
+            match: What it found before.
+            chain: The sequence it was found for; may have grown since.
+        """
+        limit = min(match.max_hit_len, chain.num_tokens) if self.prefix_cache else 0
+        tip = match.tip
+        if tip is None or tip.parent is None:
+            is_there = self._tree.roots.get(chain.namespace) is tip
+        else:
+            is_there = tip.block.node is tip
+        return (
+            is_there
+            and (tip is None or tip.num_changes == match.num_tip_changes)
+            and self._tree.num_replacements == match.num_replacements
+            and match.pending
+            == self._is_pending(chain, len(match.nodes), match.num_hit_tokens, limit)
         )
 
     def lookup(self, chain: TokenChain, max_hit_len: int) -> PrefixMatch:
@@ -235,7 +260,19 @@ class CacheManager:
         Complexity: as ``match``.
         """
         match = self.match(chain, max_hit_len)
+        self.note_failures(match)
+        self.touch(match)
+        return match
+
+    def note_failures(self, match: PrefixMatch) -> None:
+        """Count the verification failures of a new match."""
         self._counters.num_verification_failures += match.num_verification_failures
+
+    def touch(self, match: PrefixMatch) -> None:
+        """Note that the blocks of a current match were used: evictable ones become the most recently used ones.
+
+        Complexity: O(blocks of the match).
+        """
         touch = self._pool.touch
         # Deepest first, so that every block stays before its ancestors (eviction inv. 1).
         if match.source is not None and match.source.block.ref_count == 0:
@@ -243,19 +280,25 @@ class CacheManager:
         for node in reversed(match.nodes):
             if node.block.ref_count == 0:
                 touch(node.block)
-        return match
 
     # --- leases
 
     def admit(
-        self, match: PrefixMatch, chain: TokenChain, num_reserved_tokens: int
+        self,
+        match: PrefixMatch,
+        chain: TokenChain,
+        num_reserved_tokens: int,
+        *,
+        is_reuse: bool = True,
     ) -> PrefixLease | None:
         """Hold the hits of a match and promise the rest of the footprint.
 
         Args:
-            match: What ``lookup`` found; looked up again when blocks have gone since.
+            match: What ``lookup`` found; looked up again when that is not current any more.
             chain: The sequence it was found for.
             num_reserved_tokens: Positions the request may come to hold, prompt included.
+            is_reuse: False: the same client call computed what is hit, so that says nothing of whether it will be used
+                again, and the strategy is not told.
 
         Returns:
             The lease, with the hits in its block table, or None: not now (nothing changed). When the copy's source
@@ -268,7 +311,7 @@ class CacheManager:
         Complexity: O(blocks of the sequence).
         """
         self._expire_due()
-        if match.epoch != self._tree.epoch:
+        if not self.is_current(match, chain):
             match = self.match(chain, match.max_hit_len)
         pool = self._pool
         hits = [node.block for node in match.nodes]
@@ -285,7 +328,7 @@ class CacheManager:
             num_new = max(num_footprint - len(hits), 0)
             if num_taken + num_new > pool.num_available:
                 return None
-        lease = self._lease_on_hits(match, chain)
+        lease = self._lease_on_hits(match, chain, is_reuse=is_reuse)
         if source is not None:
             pool.hold(source)
         pool.num_reserved += num_new
@@ -483,7 +526,7 @@ class CacheManager:
             node.kept_until_ns = max(node.kept_until_ns, deadline_ns)
             node.has_expired = False
             self._queue_again(node)
-        self._deadlines.add(deadline_ns, Retention(nodes))
+        self._deadlines.add(deadline_ns, Retention(list(enumerate(nodes))))
         return len(nodes) * self.block_size
 
     # --- the whole cache
@@ -531,7 +574,13 @@ class CacheManager:
 
     # --- private
 
-    def _lease_on_hits(self, match: PrefixMatch, chain: TokenChain) -> PrefixLease:
+    def _is_pending(self, chain: TokenChain, index: int, num_hit_tokens: int, limit: int) -> bool:
+        """Return whether a live lease computes block ``index``, and that block is wanted."""
+        return num_hit_tokens < limit and pending_key(chain, index) in self._pending
+
+    def _lease_on_hits(
+        self, match: PrefixMatch, chain: TokenChain, *, is_reuse: bool
+    ) -> PrefixLease:
         """Return a lease that holds the hits of a match and nothing else yet."""
         lease = PrefixLease(
             num_reserved_blocks=0,
@@ -540,7 +589,7 @@ class CacheManager:
         )
         self._leases.add(lease)
         for node in match.nodes:  # inv. 2
-            node.num_hits += 1
+            node.num_hits += is_reuse
             self._pool.hold(node.block)
         lease.blocks = [node.block for node in match.nodes]
         lease.block_table = list(match.block_ids)
@@ -549,7 +598,7 @@ class CacheManager:
         if match.nodes:
             lease.tip = match.nodes[-1]
             if lease.tip.is_end:
-                lease.num_continuations = lease.tip.num_continuations + 1
+                lease.num_continuations = lease.tip.num_continuations + is_reuse
         return lease
 
     def _require_live(self, lease: PrefixLease, verb: str) -> None:
@@ -558,14 +607,15 @@ class CacheManager:
 
     def _append_blocks(self, lease: PrefixLease, num_new: int) -> None:
         """Allocate blocks promised to the lease."""
+        pool = self._pool
         for _ in range(num_new):
-            if self._pool.num_free == 0:
+            if not pool.free_blocks:
                 self._evict()
-            block = self._pool.allocate(lease.tenant)
+            block = pool.allocate(lease.tenant)
             lease.blocks.append(block)
             lease.block_table.append(block.block_id)
             lease.num_reserved_blocks -= 1
-            self._pool.num_reserved -= 1
+            pool.num_reserved -= 1
 
     def _evict(self) -> None:
         block = self._pool.evict()
@@ -645,10 +695,13 @@ class CacheManager:
         parent = lease.tip or self._tree.root(chain.namespace)
         node = parent.children.get(block_hash)
         if node is None:
-            self._publish_head(lease, chain, tokens)
-            assert lease.open_node is not None
-            node = lease.open_node
-            self._tree.publish(node, block_hash)
+            if lease.open_node is None:
+                node = self._tree.add(parent, block, tokens, block_hash)
+                self._drop_superseded_by(node)
+            else:
+                self._publish_head(lease, chain, tokens)
+                node = lease.open_node
+                self._tree.publish(node, block_hash)
             node.num_continuations = lease.num_continuations
             if parent.parent is not None and len(parent.ordered) == 2:
                 self._forks.append(node)
@@ -679,7 +732,11 @@ class CacheManager:
             lease.open_node = self._tree.open(parent, lease.blocks[lease.num_sealed], tokens)
         elif lease.open_node.tokens != tokens:
             self._tree.grow(lease.open_node, tokens)
-        superseded = self._tree.superseded_by(lease.open_node)
+        self._drop_superseded_by(lease.open_node)
+
+    def _drop_superseded_by(self, node: Node) -> None:
+        """Drop the head that a released lease left behind, if a node begins with it."""
+        superseded = self._tree.superseded_by(node)
         if superseded is not None:
             self._pool.withdraw(superseded.block)
             self._supersede(superseded)
@@ -741,7 +798,7 @@ class CacheManager:
                         block.node.has_expired = True
                 self.unpin(entry)
             else:
-                depths.update({node: depth for depth, node in enumerate(entry.nodes)})
+                depths.update({node: depth for depth, node in entry.nodes})
         # Deepest first across all that is due (eviction inv. 1).
         for node in sorted(depths, key=depths.__getitem__, reverse=True):
             # Not when it was evicted since, or retained for longer.

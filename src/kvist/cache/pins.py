@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from kvist.cache.tree import Node
 
 _NS_PER_S = 1_000_000_000
+MIN_SWEEP = 64
+"""Entries that are never looked through for dead ones."""
 
 
 class Pin:
@@ -45,8 +47,18 @@ class Pin:
 class Retention:
     """A TTL on published blocks."""
 
-    nodes: Sequence[Node]
-    """Those of the prefix, from the first on."""
+    nodes: Sequence[tuple[int, Node]]
+    """Those of the prefix, from the first on, each with its depth."""
+
+    def rest(self, deadline_ns: int) -> Retention:
+        """Return what of it still ends then: neither evicted since, nor retained for longer."""
+        return Retention(
+            [
+                (depth, node)
+                for depth, node in self.nodes
+                if node.block.node is node and node.kept_until_ns == deadline_ns
+            ]
+        )
 
 
 class Deadlines:
@@ -56,7 +68,7 @@ class Deadlines:
         clock_ns: Monotonic clock, in nanoseconds.
     """
 
-    __slots__ = ("_clock_ns", "_num_added", "entries")
+    __slots__ = ("_clock_ns", "_max_entries", "_num_added", "entries")
 
     def __init__(self, clock_ns: Callable[[], int]) -> None:
         self._clock_ns = clock_ns
@@ -64,6 +76,7 @@ class Deadlines:
         self.entries: list[tuple[int, int, Pin | Retention]] = []
         """A heap: time of the end, number, what ends."""
         self._num_added = 0
+        self._max_entries = MIN_SWEEP
 
     def now_ns(self) -> int:
         """Return the time."""
@@ -82,9 +95,25 @@ class Deadlines:
         return self._clock_ns() + round(ttl_s * _NS_PER_S)
 
     def add(self, deadline_ns: int, entry: Pin | Retention) -> None:
-        """Note when something ends. O(log entries)."""
+        """Note when something ends. Amortised O(log entries + nodes of the entry).
+
+        Entries that no longer end anything are swept out when they may be half of all, or requests that each keep their
+        prompt for a day would fill the memory with what was evicted long ago.
+        """
         self._num_added += 1
         heapq.heappush(self.entries, (deadline_ns, self._num_added, entry))
+        if len(self.entries) > self._max_entries:
+            self._sweep()
+            self._max_entries = max(MIN_SWEEP, 2 * len(self.entries))
+
+    def _sweep(self) -> None:
+        kept: list[tuple[int, int, Pin | Retention]] = []
+        for deadline_ns, number, entry in self.entries:
+            rest = entry if isinstance(entry, Pin) else entry.rest(deadline_ns)
+            if not rest.is_released if isinstance(rest, Pin) else rest.nodes:
+                kept.append((deadline_ns, number, rest))
+        heapq.heapify(kept)
+        self.entries = kept
 
     def due(self, now_ns: int) -> Iterator[Pin | Retention]:
         """Take out and yield what is over, earliest first. O(log entries) each."""

@@ -56,6 +56,7 @@ class Node:
         "kept_until_ns",
         "keys",
         "namespace",
+        "num_changes",
         "num_continuations",
         "num_hits",
         "ordered",
@@ -85,6 +86,8 @@ class Node:
         """The children in the order of ``keys``."""
         self.duplicates: dict[Block, None] = {}
         """Inv. 3, oldest first."""
+        self.num_changes = 0
+        """How often its children have changed: came, went, grew, or became full."""
         self.num_hits = 0
         """Leases that began with it, each of which began with its ancestors too. ``manager`` counts; a strategy may
         set it to 1 for a node that it knows from before."""
@@ -130,13 +133,13 @@ class Node:
 class PrefixTree:
     """One tree per namespace. Engine thread only."""
 
-    __slots__ = ("epoch", "roots")
+    __slots__ = ("num_replacements", "roots")
 
     def __init__(self) -> None:
         self.roots: dict[Namespace, Node] = {}
         """Keyed by the namespace itself, so no collision can join two of them."""
-        self.epoch = 0
-        """Grows whenever a node goes or changes its block: what was matched before may be gone."""
+        self.num_replacements = 0
+        """How often a node has changed its block."""
 
     def root(self, namespace: Namespace) -> Node:
         """Return the root of a namespace, made when there is none."""
@@ -162,12 +165,22 @@ class PrefixTree:
         node.tokens = tokens
         self._insert(node)
 
+    def add(self, parent: Node, block: Block, tokens: bytes, block_hash: BlockHash) -> Node:
+        """Add a full node for a block that nobody has offered the head of. No sibling may have the identity."""
+        node = Node(parent.namespace, parent, block, tokens)
+        block.node = node
+        self._insert(node)
+        node.block_hash = block_hash
+        parent.children[block_hash] = node
+        return node
+
     def publish(self, node: Node, block_hash: BlockHash) -> None:
         """Turn an open node with all its tokens into a full one. No sibling may have the identity."""
         assert node.parent is not None
         node.is_open = False
         node.block_hash = block_hash
         node.parent.children[block_hash] = node
+        node.parent.num_changes += 1
 
     def seal(self, node: Node) -> None:
         """Turn an open node into a partial one: nobody writes the block any more."""
@@ -190,7 +203,7 @@ class PrefixTree:
         node.block.node = None
         node.block = block
         block.node = node
-        self.epoch += 1
+        self.num_replacements += 1
 
     def remove(self, node: Node) -> None:
         """Take a node without children out of the tree, and its root when that was the last one.
@@ -206,7 +219,6 @@ class PrefixTree:
         node.block.node = None
         if parent.parent is None and not parent.keys:
             del self.roots[parent.namespace]
-        self.epoch += 1
 
     def superseded_by(self, node: Node) -> Node | None:
         """Return the unreferenced partial sibling whose tokens ``node`` begins with, if there is one.
@@ -215,6 +227,8 @@ class PrefixTree:
         begins with the prefix too, and would have superseded it already (inv. 4).
         """
         assert node.parent is not None
+        if len(node.parent.ordered) == 1:
+            return None
         index = _index(node) - 1
         if index < 0:
             return None
@@ -242,6 +256,8 @@ class PrefixTree:
         """Return whether a sibling begins with the tokens of ``node``."""
         assert node.parent is not None
         keys = node.parent.keys
+        if len(keys) == 1:
+            return False
         # Equal keys may stand on either side; longer ones stand right after the last equal one.
         place = bisect_left(keys, node.tokens)
         return place + 1 < len(keys) and keys[place + 1].startswith(node.tokens)
@@ -258,15 +274,20 @@ class PrefixTree:
     def _insert(self, node: Node) -> None:
         assert node.parent is not None
         # Right of equal keys, so that whatever the node supersedes stands before it.
-        place = bisect_right(node.parent.keys, node.tokens)
-        node.parent.keys.insert(place, node.tokens)
-        node.parent.ordered.insert(place, node)
+        parent = node.parent
+        keys = parent.keys
+        place = bisect_right(keys, node.tokens) if keys else 0
+        keys.insert(place, node.tokens)
+        parent.ordered.insert(place, node)
+        parent.num_changes += 1
 
     def _detach(self, node: Node) -> None:
         assert node.parent is not None
-        place = _index(node)
-        del node.parent.keys[place]
-        del node.parent.ordered[place]
+        parent = node.parent
+        place = _index(node) if len(parent.ordered) > 1 else 0
+        del parent.keys[place]
+        del parent.ordered[place]
+        parent.num_changes += 1
 
 
 def _index(node: Node) -> int:

@@ -15,7 +15,7 @@ import typer
 
 from kvist.cli.console import note, note_console
 from kvist.cli.models import running_engine
-from kvist.cli.options import takes_options
+from kvist.cli.options import SINGLE_TENANT, takes_options
 from kvist.cli.turn import run_turn
 from kvist.config import EngineConfig
 from kvist.errors import RequestError
@@ -56,7 +56,7 @@ class Conversation:
 def chat(
     *,
     system: Annotated[str | None, typer.Option(help="system message", show_default=False)] = None,
-    config: EngineConfig,
+    config: Annotated[EngineConfig, SINGLE_TENANT],
     sampling: SamplingParams,
 ) -> None:
     """Talk with a model; /help lists the commands. Piped input is answered line by line."""

@@ -79,12 +79,15 @@ def engine_arguments(config: EngineConfig) -> list[str]:
     values: dict[str, Any] = {}  # Any: option values
     for group in (config.model, config.cache, config.scheduler):
         values |= {name: getattr(group, name) for name in group.__slots__}
-    return [
-        argument
-        for flag in flags_of(EngineConfig)
-        if values[flag.field_name] != flag.default
-        for argument in (flag.name, str(values[flag.field_name]))
-    ]
+    arguments: list[str] = []
+    for flag in flags_of(EngineConfig):
+        value = values[flag.field_name]
+        if flag.key_kind is not None:
+            for key, number in value.items():
+                arguments += [flag.name, f"{key}={number}"]
+        elif value != flag.default:
+            arguments += [flag.name, str(value)]
+    return arguments
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], log: Any) -> str:  # noqa: ANN401  # temporary file

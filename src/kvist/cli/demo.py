@@ -26,7 +26,7 @@ from rich.text import Text
 from kvist.cli.child_server import child_server
 from kvist.cli.console import note, note_console, print_json, result_console, working
 from kvist.cli.models import ensure_available
-from kvist.cli.options import takes_options
+from kvist.cli.options import SINGLE_TENANT, takes_options
 from kvist.cli.turn import format_seconds
 from kvist.config import EngineConfig
 from kvist.errors import RequestError
@@ -140,7 +140,7 @@ def demo(
             "--json", help="print the numbers as one line of JSON; the table goes to stderr"
         ),
     ] = False,
-    config: EngineConfig,
+    config: Annotated[EngineConfig, SINGLE_TENANT],
 ) -> None:
     """Start a real server, ask about a long document, and show what the cache saves."""
     text = _read_document(document)

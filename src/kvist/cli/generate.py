@@ -10,7 +10,7 @@ import typer
 
 from kvist.cli.console import EXIT_USAGE, fail, note, print_json
 from kvist.cli.models import running_engine
-from kvist.cli.options import takes_options
+from kvist.cli.options import SINGLE_TENANT, takes_options
 from kvist.cli.turn import Turn, run_turn
 from kvist.config import EngineConfig
 from kvist.types import SamplingParams
@@ -31,7 +31,7 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="print text, token ids and usage as JSON, unstreamed")
     ] = False,
-    config: EngineConfig,
+    config: Annotated[EngineConfig, SINGLE_TENANT],
     sampling: SamplingParams,
 ) -> None:
     """Continue a text, just as it stands (no chat template; see `kvist chat`)."""

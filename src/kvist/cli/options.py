@@ -50,6 +50,17 @@ class Only:
         self.field_names = frozenset(field_names)
 
 
+class Without:
+    """Beside a configuration object in ``Annotated``: the command takes all of its options but these."""
+
+    def __init__(self, *field_names: str) -> None:
+        self.field_names = frozenset(field_names)
+
+
+SINGLE_TENANT = Without("cache_share", "pin_fraction")
+"""For commands whose one user needs no share of the cache, and can pin nothing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
     """One option of the command line."""
@@ -62,8 +73,10 @@ class Flag:
     """Type of one value: int, float, str or bool."""
     is_repeatable: bool
     """Whether it may be given several times."""
-    is_mapping: bool
-    """Whether its values are KEY=VALUE pairs with integer keys and float values."""
+    key_kind: type | None
+    """Type of the keys, where its values are KEY=NUMBER pairs: int or str; None where they are not."""
+    metavar: str
+    """What stands for one value in the help text."""
     default: Any  # any field default
     """None where nothing is set."""
     help: str
@@ -152,9 +165,14 @@ def _declared_kind(hint: Any) -> type | None:  # noqa: ANN401  # a type
 
 
 def _taken_flags(hint: Any, kind: type) -> tuple[Flag, ...]:  # noqa: ANN401  # a type
-    only = [extra for extra in get_args(hint)[1:] if isinstance(extra, Only)]
-    names = only[0].field_names if only else {flag.field_name for flag in flags_of(kind)}
-    assert names <= {flag.field_name for flag in flags_of(kind)}
+    known = {flag.field_name for flag in flags_of(kind)}
+    names = set(known)
+    for extra in get_args(hint)[1:]:
+        if isinstance(extra, (Only, Without)):
+            assert extra.field_names <= known
+            names = (
+                names & extra.field_names if isinstance(extra, Only) else names - extra.field_names
+            )
     return tuple(flag for flag in flags_of(kind) if flag.field_name in names)
 
 
@@ -163,12 +181,14 @@ def _flag(field: dataclasses.Field[Any], hint: Any, *, panel: str, kind: type) -
     inner = value_types[0] if get_origin(hint) is UnionType else hint
     origin = get_origin(inner)
     default = None if field.default is dataclasses.MISSING else field.default
+    kind_of_one = get_args(inner)[0] if origin is tuple else str if origin is Mapping else inner
     return Flag(
         field_name=field.name,
         panel=panel,
-        kind=get_args(inner)[0] if origin is tuple else str if origin is Mapping else inner,
+        kind=kind_of_one,
         is_repeatable=origin is tuple,
-        is_mapping=origin is Mapping,
+        key_kind=get_args(inner)[0] if origin is Mapping else None,
+        metavar=field.metadata.get("metavar", kind_of_one.__name__.upper()),
         default=default,
         help=field.metadata.get("help") or _field_docstrings(kind)[field.name],
         choices=tuple(field.metadata.get("choices", ())),
@@ -198,9 +218,9 @@ def _parameter(flag: Flag) -> inspect.Parameter:
     names = [flag.name]
     annotation: Any = flag.kind  # Any: a type built at run time
     default = flag.default
-    if flag.is_repeatable or flag.is_mapping:
+    if flag.is_repeatable or flag.key_kind is not None:
         annotation, default = list[flag.kind], None  # type: ignore[name-defined]  # a run-time type
-        option["metavar"] = "ID=BIAS" if flag.is_mapping else flag.kind.__name__.upper()
+        option["metavar"] = flag.metavar
     if default is None:
         annotation = annotation | None
     if flag.kind is bool:
@@ -257,16 +277,19 @@ def _build(declared: type, values: dict[Flag, Any]) -> EngineConfig | ServerConf
 def _from_command_line(flag: Flag, value: Any) -> Any:  # noqa: ANN401  # any option's value
     if flag.is_repeatable:
         return tuple(value)
-    if not flag.is_mapping:
+    if flag.key_kind is None:
         return value
-    pairs: dict[int, float] = {}
+    pairs: dict[Any, float] = {}  # Any: keys of the flag's own type
     for pair in value:
-        key, separator, number = pair.partition("=")
+        text, separator, number = pair.partition("=")
         try:
-            pairs[int(key)] = float(number)
+            key = flag.key_kind(text)
+            if key in pairs:
+                fail(f"[{flag.name}] {text} was given twice; give it once", exit_code=EXIT_USAGE)
+            pairs[key] = float(number)
         except ValueError:
             fail(
-                f"[{flag.name}] expected TOKEN_ID=NUMBER such as 50256=-100, received {pair!r}"
+                f"[{flag.name}] expected {flag.metavar}, received {pair!r}"
                 + ("" if separator else " without '='"),
                 exit_code=EXIT_USAGE,
             )

@@ -41,7 +41,16 @@ def plan(
     ] = False,
     config: Annotated[
         EngineConfig,
-        Only("model", "weights", "dtype", "kv_cache_dtype", "block_size", "memory_gib"),
+        Only(
+            "model",
+            "weights",
+            "dtype",
+            "kv_cache_dtype",
+            "block_size",
+            "memory_gib",
+            "cache_share",
+            "pin_fraction",
+        ),
     ],
 ) -> None:
     """Say how much memory a model needs, and how many requests fit; nothing is loaded.
@@ -107,6 +116,8 @@ def _document(
     config: EngineConfig, spec: ModelSpec, estimate: MemoryEstimate, memory_bytes: int
 ) -> dict[str, Any]:  # Any: JSON values
     codec = config.cache.kv_cache_dtype
+    pinnable_bytes = int(memory_bytes * config.cache.pin_fraction)
+    left_bytes = memory_bytes - pinnable_bytes
     return {
         "model": config.model.model,
         "parameters": estimate.num_parameters,
@@ -126,8 +137,12 @@ def _document(
         "kv_bytes_total": estimate.kv_bytes,
         "total_bytes": estimate.total_bytes,
         "memory_bytes": memory_bytes,
-        "requests_that_fit": memory_bytes // estimate.request_bytes,
-        "fits": memory_bytes >= estimate.kv_bytes,
+        "pinnable_bytes": pinnable_bytes,
+        "cache_shares": {
+            name: int(memory_bytes * share) for name, share in config.cache.cache_share.items()
+        },
+        "requests_that_fit": left_bytes // estimate.request_bytes,
+        "fits": left_bytes >= estimate.kv_bytes,
     }
 
 
@@ -173,6 +188,12 @@ def _show(document: dict[str, Any]) -> None:  # Any: JSON values
         f"KV memory of {_human(document['memory_bytes'])} holds {document['requests_that_fit']:,} such requests "
         "(--memory-gib; by default half of what the weights leave free). Requests that share a prefix need less."
     )
+    if document["pinnable_bytes"]:
+        console.print(
+            f"Pins may hold {_human(document['pinnable_bytes'])} of it; requests do without that."
+        )
+    for name, share in document["cache_shares"].items():
+        console.print(f"{name} may fill {_human(share)} of it before its blocks go first.")
 
 
 def _human(num_bytes: int) -> str:

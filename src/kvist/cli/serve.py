@@ -24,8 +24,11 @@ def serve(config: EngineConfig, server: ServerConfig) -> None:
 
     When it accepts requests, it writes one line to stdout: "ready: " and its address.
     """
-    from kvist.server.run import serve as run_server  # noqa: PLC0415  # loads the web framework
+    from kvist.server.auth import Keyring  # noqa: PLC0415  # loads the web framework
+    from kvist.server.run import serve as run_server  # noqa: PLC0415  # as above
 
+    # Before the model is loaded, so that a slip is told at once.
+    Keyring.from_config(server).check_names(config.cache.cache_share)
     if not is_debugging():
         set_up_logging(level=logging.INFO)
     with running_engine(config) as engine:

@@ -23,6 +23,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvist.config import MAX_TTL_S
 from kvist.engine.core import EngineCore, RequestFailure, RequestGroup
 from kvist.engine.stream import RequestStream
 from kvist.errors import (
@@ -30,11 +31,15 @@ from kvist.errors import (
     EngineOverloaded,
     EngineStopped,
     InvalidSamplingParams,
+    PinBudgetExceeded,
     PromptTooLong,
     RequestError,
+    UnsupportedParameter,
 )
+from kvist.plan import num_pinnable
 from kvist.sched import policy
 from kvist.sched.policy import check_priority
+from kvist.types import Keep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -152,7 +157,7 @@ class AsyncEngine:
         atexit.register(self.close)
         self._thread.start()
 
-    def submit(
+    def submit(  # noqa: PLR0913  # one for each thing that a client may say of a request
         self,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
@@ -161,6 +166,7 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         deadline_s: float | None = None,
+        keep: Keep | None = None,
     ) -> RequestStream:
         """Check a request, queue it, and return the stream of its output.
 
@@ -173,17 +179,24 @@ class AsyncEngine:
             deadline_s: Seconds, > 0, after which the request ends: with FinishReason.TIMEOUT when it has output, else
                 the stream raises DeadlineExceeded. Counted from when the engine takes the request, a step after this at
                 the latest. None: no limit.
+            keep: How long the prompt is to stay in the cache; None: ``plan.cache_ttl_s``.
 
         Raises:
             PromptTooLong: Prompt plus requested output exceeds ``plan.max_context_len``.
-            RequestError: The prompt is empty, a token id is outside the vocabulary, the id is in use, or priority or
-                deadline_s is out of range.
-            UnsupportedParameter: A priority was given, and ``plan.schedule`` knows none.
+            RequestError: The prompt is empty, a token id is outside the vocabulary, the id is in use, or priority,
+                deadline_s or the time to keep it is out of range.
+            UnsupportedParameter: A priority was given, and ``plan.schedule`` knows none; or the prompt is to be kept,
+                and there is no prefix cache, or no budget for pins.
+            PinBudgetExceeded: The prompt is to be pinned, and has more blocks than pins may hold in all.
             EngineOverloaded: The queue is full.
             EngineStopped: The engine was closed or has failed.
         """
         token_ids = self._checked_prompt(prompt_token_ids, params)
         self._check_order(priority, deadline_s)
+        if keep is not None:
+            self._check_keep(keep, len(token_ids))
+        elif self.plan.cache_ttl_s:
+            keep = Keep(ttl_s=self.plan.cache_ttl_s)
         name = request_id if request_id is not None else f"req-{uuid.uuid4().hex}"
         stream = RequestStream(name, params.n, self._request_cancel)
         group = RequestGroup(
@@ -193,6 +206,7 @@ class AsyncEngine:
             tenant=tenant,
             priority=priority,
             deadline_s=deadline_s,
+            keep=keep,
         )
         with self._wakeup:
             if self._stop_error is not None:
@@ -300,7 +314,7 @@ class AsyncEngine:
         raise PromptTooLong(
             f"[engine] the prompt has {num_tokens} tokens, with {output} more than the {limit} tokens a request "
             f"may have; shorten the prompt, lower max_tokens, or raise --max-context or --memory-gib",
-            param="prompt",
+            param="prompt" if max_tokens is None or num_tokens >= limit else "max_tokens",
         )
 
     def _check_order(self, priority: int, deadline_s: float | None) -> None:
@@ -316,6 +330,37 @@ class AsyncEngine:
                 f"[engine] timeout_s (deadline_s) must be a positive number of seconds, received {deadline_s}",
                 param="timeout_s",
                 code="invalid_value",
+            )
+
+    def _check_keep(self, keep: Keep, num_prompt_tokens: int) -> None:
+        plan = self.plan
+        if not plan.prefix_cache:
+            raise UnsupportedParameter(
+                "[engine] cache_control needs the prefix cache, which is off; leave it out, or start the engine with "
+                "--prefix-cache on",
+                param="cache_control",
+            )
+        if not 0.0 < keep.ttl_s <= MAX_TTL_S:
+            raise RequestError(
+                f"[engine] cache_control.ttl must be in (0, {MAX_TTL_S:.0f}] seconds, received {keep.ttl_s}",
+                param="cache_control",
+                code="invalid_value",
+            )
+        if not keep.is_pinned:
+            return
+        if not plan.pin_fraction:
+            raise UnsupportedParameter(
+                "[engine] cache_control.type 'pinned' needs memory that may be pinned; use 'ephemeral', or start the "
+                "engine with --pin-fraction above 0",
+                param="cache_control",
+            )
+        num_blocks = num_prompt_tokens // plan.block_size
+        max_pinned = num_pinnable(plan.num_blocks, plan.pin_fraction)
+        if num_blocks > max_pinned:
+            raise PinBudgetExceeded(
+                f"[engine] the prompt fills {num_blocks} blocks and pins may hold {max_pinned}; pin less, or raise "
+                "--pin-fraction or --memory-gib",
+                param="cache_control",
             )
 
     def _check_queue(self, num_sequences: int) -> None:

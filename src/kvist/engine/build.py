@@ -120,6 +120,9 @@ def assemble(
         hasher=BlockHasher(secrets.token_bytes(KEY_BYTES)),
         prefix_cache=plan.prefix_cache,
         max_ghosts=plan.explain_blocks,
+        eviction=plan.eviction,
+        shares=dict(plan.cache_shares),
+        pin_fraction=plan.pin_fraction,
     )
     scheduler = Scheduler(
         manager,

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from kvist.model.tokenizer import Tokenizer
     from kvist.sched.output import StepPlan
     from kvist.sched.scheduler import RequestUpdate, Scheduler, SchedulerStats
-    from kvist.types import SamplingParams, Usage
+    from kvist.types import Keep, SamplingParams, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,8 @@ class RequestGroup:
     """Lower goes first, as ``--schedule`` allows."""
     deadline_s: float | None = None
     """Seconds after the engine took it, at which it ends; None: never."""
+    keep: Keep | None = None
+    """How long the prompt is to stay in the cache; None: as its use earns it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +191,7 @@ class EngineCore:
                 request_id = RequestId(
                     group.request_id if params.n == 1 else f"{group.request_id}/{index}"
                 )
-                request = self._request(request_id, group, sequence_seed(seed, index))
+                request = self._request(request_id, group, seed, index)
                 self._scheduler.add(request)
                 call.open_ids[request_id] = None
                 detokenizer = Detokenizer(
@@ -248,16 +250,17 @@ class EngineCore:
             self._busy_ns += self._clock() - started_ns
 
     def check_invariants(self) -> None:
-        """Check the conservation law, and that an idle engine holds no block.
+        """Check the conservation law, and that an idle engine holds no block but pinned ones.
 
         Raises:
             InvariantViolation: It does not hold.
         """
         self._num_steps_checked = self._num_steps
         self._manager.check_invariants()
-        if not self._sequences and self._manager.num_held:
+        if not self._sequences and self._manager.num_held != self._manager.num_pinned:
             raise InvariantViolation(
-                f"[engine] expected an idle engine to hold no block, {self._manager.num_held} are held: "
+                f"[engine] expected an idle engine to hold pinned blocks only ({self._manager.num_pinned}), "
+                f"{self._manager.num_held} are held: "
                 f"{self._manager.stats()}"
             )
 
@@ -284,7 +287,9 @@ class EngineCore:
             requests=self._metrics.stats(),
         )
 
-    def _request(self, request_id: RequestId, group: RequestGroup, seed: int) -> Request:
+    def _request(
+        self, request_id: RequestId, group: RequestGroup, seed: int, index: int
+    ) -> Request:
         return Request(
             request_id=request_id,
             prompt_token_ids=group.prompt_token_ids,
@@ -295,10 +300,12 @@ class EngineCore:
                 tenant=group.tenant,
                 layout=self._namespace.layout,
             ),
-            seed=seed,
+            seed=sequence_seed(seed, index),
+            is_sibling=index > 0,
             eos_token_ids=self._eos_token_ids,
             priority=group.priority,
             deadline_s=group.deadline_s,
+            keep=group.keep,
         )
 
     def _end_early(self, updates: tuple[RequestUpdate, ...]) -> list[OutputChunk | RequestFailure]:

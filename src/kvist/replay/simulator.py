@@ -8,8 +8,8 @@ That alone would plan once for every token of the longest output. Two kinds of s
 
 1.  A sequence that only decodes inside one block changes nothing that anybody can see: it allocates nothing and
     publishes no full block, and nobody shares its output. It is *asleep* (``Scheduler.sleep``), and counted in the
-    price of every step and against the budget. It is planned again in the steps that matter: the first after its
-    prompt, the one that starts a block, the one that fills a block, its last one. Steps in which everybody is asleep
+    price of every step and against the budget. It is planned again in the steps that matter: the one that starts
+    a block, the one that fills a block, its last one. Steps in which everybody is asleep
     are one jump, which ends where somebody wakes or a request arrives.
 2.  While one request prefills, nobody else is awake and nobody waits, its whole chunks are extended and committed
     one after another without planning.
@@ -200,7 +200,7 @@ class Simulator:
             self._wake()
             if self._skip_chunks():
                 continue
-            plan = None if self._is_settled else self._scheduler.plan()
+            plan = None if self._is_settled else self._plan()
             if plan is None:
                 # Such a policy looks at some of the queue in each plan, so a plan may find what the one before did not.
                 self._is_settled = not (self._is_cache_aware and self._scheduler.num_waiting)
@@ -258,6 +258,13 @@ class Simulator:
         self._live[request.request_id] = request
         self._num_idle_clients -= 1
         self._is_settled = False
+
+    def _plan(self) -> StepPlan | None:
+        """Return the next plan; without asking, when all who could be in it are asleep."""
+        scheduler = self._scheduler
+        if not scheduler.num_awake and not scheduler.num_waiting:
+            return None
+        return scheduler.plan()
 
     # ---- planned steps -------------------------------------------------------------------------------------------
 
@@ -357,7 +364,7 @@ class Simulator:
         size = self.manager.block_size
         # Of the position that its next step computes.
         offset = (request.num_tokens - 1) % size
-        if request.num_uncomputed_tokens != 1 or request.num_output_tokens < 2 or offset == 0:
+        if request.num_uncomputed_tokens != 1 or request.num_output_tokens < 1 or offset == 0:
             return
         num_left = min(request.num_output_left, self._max_len - request.num_tokens)
         num_skipped = min(size - 1 - offset, num_left - 1)

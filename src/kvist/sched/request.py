@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kvist.cache.hash import TokenChain
-    from kvist.cache.lease import PrefixLease
+    from kvist.cache.lease import PrefixLease, PrefixMatch
     from kvist.cache.namespaces import Namespace
-    from kvist.types import MissReport, RequestId, SamplingParams, TokenId
+    from kvist.types import Keep, MissReport, RequestId, SamplingParams, TokenId
 
 
 class RequestStatus(Enum):
@@ -79,6 +79,10 @@ class Request:
     """Lower goes first."""
     deadline_s: float | None = None
     """Seconds after its arrival at which it ends, wherever it stands; None: never."""
+    is_sibling: bool = False
+    """Whether it is one of the further sequences of a client call."""
+    keep: Keep | None = None
+    """How long its prompt is to stay in the cache; None: as its use earns it."""
 
     # Everything below is written by the scheduler only.
     token_ids: list[TokenId] = field(init=False)
@@ -90,6 +94,8 @@ class Request:
     """When it arrived, on the scheduler's clock."""
     num_expected_hit_tokens: int = field(init=False, default=0)
     """While it waits under a policy that looks at the cache: what the cache held of it when it was asked last."""
+    match: PrefixMatch | None = field(init=False, default=None)
+    """While it waits: what was found of it last, which is found again as long as it is current."""
     chain: TokenChain = field(init=False)
     """The same tokens with their block identities; set by ``Scheduler.add``."""
     lease: PrefixLease | None = field(init=False, default=None)
@@ -114,6 +120,12 @@ class Request:
     """Set while the request sleeps (``Scheduler.sleep``); only while RUNNING."""
     num_tokens_at_preemption: int = field(init=False, default=0)
     """``num_tokens`` when it was preempted last; 0 before."""
+    has_been_kept: bool = field(init=False, default=False)
+    """Whether ``keep`` was carried out."""
+    num_retained_tokens: int = field(init=False, default=0)
+    """Prompt tokens that got a TTL."""
+    num_pinned_tokens: int = field(init=False, default=0)
+    """Prompt tokens that were pinned."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
@@ -144,6 +156,11 @@ class Request:
     def num_expected_prefill_tokens(self) -> int:
         """While it waits: positions to compute before the next token, if the cache holds what it held."""
         return len(self.token_ids) - self.num_expected_hit_tokens
+
+    @property
+    def is_reuse(self) -> bool:
+        """Whether what it finds in the cache was left by others: neither by its own call nor by itself."""
+        return not self.is_sibling and self.num_cached_tokens is None
 
     @property
     def has_progressed(self) -> bool:
@@ -182,4 +199,8 @@ class Request:
             num_preemptions=self.num_preemptions,
             num_recomputed_tokens=self.num_recomputed_tokens,
             miss=self.miss,
+            num_retained_tokens=None if self.keep is None else self.num_retained_tokens,
+            num_pinned_tokens=self.num_pinned_tokens
+            if self.keep is not None and self.keep.is_pinned
+            else None,
         )

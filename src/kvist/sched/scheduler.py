@@ -64,6 +64,7 @@ from kvist.errors import (
     RequestError,
 )
 from kvist.sched.deadlines import Deadlines
+from kvist.sched.keeping import PromptKeeper
 from kvist.sched.output import SampleSpec, ScheduledSequence, StepPlan
 from kvist.sched.policy import check_priority
 from kvist.sched.preemption import choose_victim
@@ -195,10 +196,12 @@ class Scheduler:
         self._queue = WaitingQueue(policy, max_overtakes)
         # By arrival, oldest first; at most max_running, so insertion into a list is cheap.
         self._running: list[Request] = []
+        # Those of them that do not sleep, in the same order.
+        self._awake: list[Request] = []
         self._in_flight: _InFlight | None = None
-        self._num_asleep = 0
         self._deadlines = Deadlines()
         self._throughput = Throughput()
+        self._keeper = PromptKeeper(manager)
         # Last updates of requests that ended outside a step, until somebody takes them.
         self._ended: list[RequestUpdate] = []
         self._is_batch_open = False
@@ -234,6 +237,11 @@ class Scheduler:
     def num_running(self) -> int:
         """Requests that hold blocks."""
         return len(self._running)
+
+    @property
+    def num_awake(self) -> int:
+        """Of num_running: those that plans may schedule; all of them, but in a simulation (``sleep``)."""
+        return len(self._awake)
 
     def add(self, request: Request) -> None:
         """Accept a new request; it waits until a plan admits it. O(prompt).
@@ -347,13 +355,13 @@ class Scheduler:
         """
         if request.status is RequestStatus.RUNNING and request.on_wake is None:
             request.on_wake = on_wake
-            self._num_asleep += 1
+            _discard(self._awake, request)
 
     def wake(self, request: Request) -> None:
         """Let plans schedule a sleeping request again; no effect on any other."""
         if request.on_wake is not None:
             on_wake, request.on_wake = request.on_wake, None
-            self._num_asleep -= 1
+            bisect.insort(self._awake, request, key=_by_arrival)
             num_tokens = request.num_tokens
             on_wake()
             self._policy.charge(request, request.num_tokens - num_tokens)
@@ -403,7 +411,8 @@ class Scheduler:
                 f"[scheduler] step {self._in_flight.plan.step_index} must be applied before the next is planned"
             )
         started_ns = self._clock()
-        step = _Step(budget=max(0, self._max_batch_tokens - self._num_asleep))
+        num_asleep = len(self._running) - len(self._awake)
+        step = _Step(budget=max(0, self._max_batch_tokens - num_asleep))
         self._wake_parked()
         self._reorder_stale()
         self._plan_next_tokens(step)
@@ -414,21 +423,21 @@ class Scheduler:
         self._num_pauses += len(step.paused)
         self._num_failed_allocations += step.has_failed_allocation
         if not step.num_scheduled:
-            if self._requests and not self._num_asleep:
+            if self._requests and len(self._running) == len(self._awake):
                 self._give_up_or_retry(step)
             return None
         self._num_failed_plans = 0
         return self._hand_out(step, started_ns)
 
     def _plan_next_tokens(self, step: _Step) -> None:
-        for request in [r for r in self._running if r.num_uncomputed_tokens == 1]:
+        for request in [r for r in self._awake if r.num_uncomputed_tokens == 1]:
             if step.budget == 0:
                 return
             self._compute(request, 1, step)
 
     def _plan_prompts_begun(self, step: _Step) -> None:
         begun = sorted(
-            (r for r in self._running if r.num_uncomputed_tokens > 1),
+            [r for r in self._awake if r.num_uncomputed_tokens > 1],
             key=lambda r: r.num_uncomputed_tokens,
         )
         budget = step.budget - (step.budget // 2 if self._can_admit(step) else 0)
@@ -450,7 +459,7 @@ class Scheduler:
             self._compute(request, min(request.num_uncomputed_tokens, step.budget), step)
 
     def _plan_rest(self, step: _Step) -> None:
-        for request in [r for r in self._running if r.on_wake is None]:
+        for request in list(self._awake) if step.budget else ():
             if step.budget == 0:
                 return
             num_left = step.num_left(request)
@@ -525,9 +534,8 @@ class Scheduler:
             request, is_urgent = candidate
             if self._join_parked(request):
                 continue
-            # The last token is always computed, since its logits choose the next one.
-            match = self._manager.lookup(request.chain, request.num_tokens - 1)
-            self._num_lookups += 1
+            match = self._look_up(request)
+            self._manager.touch(match)
             if match.pending:
                 self._queue.park(request, _group_of(request, match))
                 continue
@@ -560,8 +568,7 @@ class Scheduler:
         num_tokens = request.num_tokens - match.num_hit_tokens
         if num_tokens <= step.budget or self._policy.is_batched:
             return min(num_tokens, step.budget)
-        awake = [r for r in self._running if r.on_wake is None]
-        num_left = min((left for r in awake if (left := step.num_left(r)) > 0), default=None)
+        num_left = min((left for r in self._awake if (left := step.num_left(r)) > 0), default=None)
         if not is_urgent and num_left is not None and 2 * num_tokens > num_left:
             return None
         has_others = len(self._queue) - self._queue.num_parked > 1
@@ -579,6 +586,7 @@ class Scheduler:
             return False
         self._dequeue(request, is_start=True)
         request.move_to(RequestStatus.RUNNING)
+        request.match = None
         request.lease = lease
         request.num_computed_tokens = lease.num_computed_tokens
         if request.num_cached_tokens is None:
@@ -588,6 +596,7 @@ class Scheduler:
             self._policy.charge(request, request.num_uncomputed_tokens)
         request.num_computed_before = max(request.num_computed_before, lease.num_computed_tokens)
         bisect.insort(self._running, request, key=_by_arrival)
+        bisect.insort(self._awake, request, key=_by_arrival)
         if lease.pending_copy is not None:
             step.copies.append(lease.pending_copy)
         if num_tokens:
@@ -596,7 +605,9 @@ class Scheduler:
 
     def _allocate(self, request: Request, match: PrefixMatch, step: _Step) -> PrefixLease | None:
         try:
-            lease = self._manager.admit(match, request.chain, self._footprint(request))
+            lease = self._manager.admit(
+                match, request.chain, self._footprint(request), is_reuse=request.is_reuse
+            )
         except MemoryError:
             lease = None
             step.has_failed_allocation = True
@@ -639,8 +650,7 @@ class Scheduler:
         """Ask for one request of each group whether its block is still being computed."""
         for group in self._queue.groups:
             first = next(self._queue.parked(group))
-            match = self._manager.match(first.chain, first.num_tokens - 1)
-            self._num_lookups += 1
+            match = self._look_up(first)
             next_group = _group_of(first, match) if match.pending else None
             if next_group == group:
                 continue
@@ -662,10 +672,24 @@ class Scheduler:
             if self._look_up_hits(request):
                 self._queue.rekey(request)
 
+    def _look_up(self, request: Request) -> PrefixMatch:
+        """Return what the cache holds of a waiting request; what was found before, as long as that is current."""
+        # The last token is always computed, since its logits choose the next one.
+        max_hit_len = request.num_tokens - 1
+        match = request.match
+        if (
+            match is None
+            or match.max_hit_len != max_hit_len
+            or not self._manager.is_current(match, request.chain)
+        ):
+            match = request.match = self._manager.match(request.chain, max_hit_len)
+            self._manager.note_failures(match)
+            self._num_lookups += 1
+        return match
+
     def _look_up_hits(self, request: Request) -> bool:
         """Note what the cache holds of a request; return whether that is news."""
-        match = self._manager.match(request.chain, request.num_tokens - 1)
-        self._num_lookups += 1
+        match = self._look_up(request)
         is_news = match.num_hit_tokens != request.num_expected_hit_tokens
         request.num_expected_hit_tokens = match.num_hit_tokens
         return is_news
@@ -757,6 +781,8 @@ class Scheduler:
         request.num_computed_tokens = sequence.context_len
         if self._keep_kv:
             self._manager.commit(_lease_of(request), request.chain, request.num_computed_tokens)
+            if request.keep is not None and sequence.context_len >= request.num_prompt_tokens:
+                self._keeper.keep(request)
             size = self._manager.block_size
             if request.num_computed_tokens // size > sequence.start // size:
                 self._queue.mark_stale(request.chain.block_hash(0))
@@ -806,12 +832,13 @@ class Scheduler:
     def _max_tokens_of(self, request: Request) -> int:
         """Return how long the sequence may get, prompt and output.
 
-        Without ``max_tokens`` that is the context or, if smaller, what the whole pool can hold. The last token needs
-        no K and V: nothing comes after it.
+        Without ``max_tokens`` that is the context or, if smaller, what the pool can hold beside all pins. The last
+        token needs no K and V: nothing comes after it.
         """
         if request.params.max_tokens is not None:
             return request.num_prompt_tokens + request.params.max_tokens
-        pool_len = self._manager.num_blocks * self._manager.block_size + 1
+        num_blocks = self._manager.num_blocks - self._manager.max_pinned
+        pool_len = num_blocks * self._manager.block_size + 1
         return min(self._max_context_len, pool_len)
 
     def _footprint(self, request: Request) -> int:
@@ -835,7 +862,7 @@ class Scheduler:
                 f"[scheduler] prompt and output must fit the context of {self._max_context_len} tokens, received "
                 f"{num_prompt} prompt tokens and {output}, {wanted} in all; shorten the prompt, lower max_tokens "
                 "or raise --max-context",
-                param="prompt",
+                param=self._param_at_fault(num_prompt < self._max_context_len, max_output),
             )
         footprint = self._footprint(request)
         if not self._manager.can_ever_admit(footprint):
@@ -844,8 +871,12 @@ class Scheduler:
                 f"(block_size={self._manager.block_size}), received {num_prompt} prompt tokens and {output}, "
                 f"which need {self._manager.num_blocks_for(footprint)} blocks; shorten the prompt, lower max_tokens "
                 "or raise --memory-gib",
-                param="prompt",
+                param=self._param_at_fault(self._manager.can_ever_admit(num_prompt), max_output),
             )
+
+    @staticmethod
+    def _param_at_fault(prompt_fits: bool, max_output: int | None) -> str:  # noqa: FBT001
+        return "max_tokens" if prompt_fits and max_output is not None else "prompt"
 
     def _expected_work(self, request: Request) -> int:
         """Return the positions a waiting request is expected to need: what is reserved for it, less what is cached."""
@@ -906,7 +937,8 @@ class Scheduler:
         self._manager.release(_lease_of(request))
         request.lease = None
         request.num_computed_tokens = 0
-        del self._running[bisect.bisect_left(self._running, request.arrival_index, key=_by_arrival)]
+        _discard(self._running, request)
+        _discard(self._awake, request)
 
     def _row(self, request: Request, now_ns: int, num_overtakes: int) -> RequestRow:
         is_running = request.status is RequestStatus.RUNNING
@@ -933,6 +965,11 @@ class Scheduler:
 
 def _by_arrival(request: Request) -> int:
     return request.arrival_index
+
+
+def _discard(requests: list[Request], request: Request) -> None:
+    """Take a request out of a list by arrival that it is in."""
+    del requests[bisect.bisect_left(requests, request.arrival_index, key=_by_arrival)]
 
 
 def _lease_of(request: Request) -> PrefixLease:

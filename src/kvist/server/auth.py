@@ -5,7 +5,8 @@ Responsible for reading the keys, checking the ``Authorization`` header and nami
 Invariants:
     1. Keys are kept and compared as digests only, and every key is compared on every request, so that neither the
        time taken nor a memory dump of this object tells which key is nearly right.
-    2. The tenant depends on the key alone: it is the same after a restart and on another replica.
+    2. The tenant is the key's name, or depends on the key alone where it has none: it is the same after a restart and
+       on another replica. Keys of one name are one tenant, so a key can be replaced without losing the cache.
     3. With no keys configured everybody shares the tenant ``""``; with keys configured nobody has it.
 """
 
@@ -16,6 +17,7 @@ import hmac
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvist.config import TENANT_NAME
 from kvist.errors import ConfigError
 from kvist.server.errors import HttpError
 
@@ -33,22 +35,38 @@ class Keyring:
     """The accepted keys.
 
     Args:
-        keys: Every accepted key; none means that no key is asked for.
+        keys: Every accepted key, alone or after its name and a space; none means that no key is asked for.
 
     Raises:
-        ConfigError: A key is empty or holds characters that no HTTP header can carry.
+        ConfigError: A key is empty, holds characters that no HTTP header can carry, or has a bad name or two names.
     """
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests: dict[bytes, str] = {}
-        for key in keys:
-            if not key or not key.isascii() or not key.isprintable() or " " in key:
+        self._names: set[str] = set()
+        for entry in keys:
+            before, _, key = entry.rpartition(" ")
+            name = before.strip()
+            if not key or not entry.isascii() or not entry.isprintable() or " " in name:
                 raise ConfigError(
-                    "[auth] an API key must be printable ASCII without spaces and not empty; "
+                    "[auth] an API key must be printable ASCII without spaces and not empty, alone or after a name "
+                    "and a space; check --api-key and --api-key-file"
+                )
+            if name and not TENANT_NAME.fullmatch(name):
+                raise ConfigError(
+                    "[auth] the name before an API key must be 1 to 63 letters, digits, '.', '_' or '-'; "
                     "check --api-key and --api-key-file"
                 )
             raw = key.encode()
-            self._digests[_digest(_KEY_DOMAIN, raw)] = _digest(_TENANT_DOMAIN, raw).hex()
+            digest = _digest(_KEY_DOMAIN, raw)
+            tenant = name or _digest(_TENANT_DOMAIN, raw).hex()
+            if self._digests.setdefault(digest, tenant) != tenant:
+                raise ConfigError(
+                    f"[auth] an API key belongs to one tenant, received one with two names "
+                    f"({name or 'no name'!r} is the second); check --api-key and --api-key-file"
+                )
+            if name:
+                self._names.add(name)
 
     @classmethod
     def from_config(cls, config: ServerConfig) -> Keyring:
@@ -61,6 +79,15 @@ class Keyring:
         if config.api_key_file is not None:
             keys += _read_keys(Path(config.api_key_file))
         return cls(keys)
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Raise ConfigError when there is a name that no key has: its share of the cache would be nobody's."""
+        for name in names:
+            if name not in self._names:
+                raise ConfigError(
+                    f"[auth] --cache-share {name} is for a tenant that no API key belongs to (known: "
+                    f"{', '.join(sorted(self._names)) or 'none'}); write the name and a space before its key"
+                )
 
     def tenant(self, authorization: str | None) -> str:
         """Return the namespace of the key in an ``Authorization`` header.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvist.server.generation import CallUsage, ChoiceChunk, ChoiceOutput
     from kvist.server.ports import ServedEngine
     from kvist.server.protocol import ChatRequest, CompletionRequest
-    from kvist.types import SamplingParams
+    from kvist.types import Keep, SamplingParams
 
 Json = dict[str, Any]  # Any: a JSON document
 
@@ -82,6 +82,8 @@ class Job:
     """Lower goes first."""
     timeout_s: float | None
     """Seconds after which it ends; None: never."""
+    keep: Keep | None
+    """How long the prompts are to stay in the cache; None: as the engine's options say."""
     answer: Answer
     is_stream: bool
     wants_usage_chunk: bool
@@ -216,7 +218,8 @@ def prepare_completion(document: Json, engine: ServedEngine, model: str) -> Job:
     _check_model(request.model, model)
     params = request.sampling_params()
     prompts = encode_prompts(request.prompt, engine)
-    check_fit(prompts, params, engine, param="prompt")
+    output_param = None if request.max_tokens is None else "max_tokens"
+    check_fit(prompts, params, engine, param="prompt", output_param=output_param)
     request_id = f"cmpl-{uuid.uuid4().hex}"
     return Job(
         request_id=request_id,
@@ -224,6 +227,7 @@ def prepare_completion(document: Json, engine: ServedEngine, model: str) -> Job:
         params=params,
         priority=request.priority or 0,
         timeout_s=request.timeout_s,
+        keep=request.keep(),
         answer=CompletionAnswer(request_id, model, request, engine, prompts),
         is_stream=bool(request.stream),
         wants_usage_chunk=request.wants_usage_chunk,
@@ -237,7 +241,8 @@ def prepare_chat(document: Json, engine: ServedEngine, model: str) -> Job:
     _check_model(request.model, model)
     params = request.sampling_params()
     prompts = [encode_messages(request.messages, engine.tokenizer)]
-    check_fit(prompts, params, engine, param="messages")
+    output_param = None if params.max_tokens is None else request.max_tokens_name
+    check_fit(prompts, params, engine, param="messages", output_param=output_param)
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     return Job(
         request_id=request_id,
@@ -245,6 +250,7 @@ def prepare_chat(document: Json, engine: ServedEngine, model: str) -> Job:
         params=params,
         priority=request.priority or 0,
         timeout_s=request.timeout_s,
+        keep=request.keep(),
         answer=ChatAnswer(request_id, model, request, engine),
         is_stream=bool(request.stream),
         wants_usage_chunk=request.wants_usage_chunk,
@@ -253,12 +259,17 @@ def prepare_chat(document: Json, engine: ServedEngine, model: str) -> Job:
 
 
 def usage_json(usage: CallUsage) -> Json:
-    """Return OpenAI's ``usage``: ``prompt_tokens`` includes the cached ones."""
+    """Return OpenAI's ``usage``: ``prompt_tokens`` includes the cached ones. What was to be kept is Kvist's own."""
+    details = {"cached_tokens": usage.num_cached_tokens}
+    if usage.num_retained_tokens is not None:
+        details["retained_tokens"] = usage.num_retained_tokens
+    if usage.num_pinned_tokens is not None:
+        details["pinned_tokens"] = usage.num_pinned_tokens
     return {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_output_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+        "prompt_tokens_details": details,
     }
 
 

@@ -74,6 +74,10 @@ class CallUsage:
     """Subset of num_computed_tokens: those computed again after a preemption."""
     num_output_tokens: int
     """Of all sequences."""
+    num_retained_tokens: int | None = None
+    """The part of num_prompt_tokens that has a TTL; None: not asked for."""
+    num_pinned_tokens: int | None = None
+    """The part of num_prompt_tokens that is pinned; None: not asked for."""
 
 
 def call_usage(outputs: Sequence[ChoiceOutput], n: int) -> CallUsage:
@@ -92,7 +96,19 @@ def call_usage(outputs: Sequence[ChoiceOutput], n: int) -> CallUsage:
         num_computed_tokens=sum(u.num_computed_tokens for u in usages),
         num_recomputed_tokens=sum(u.num_recomputed_tokens for u in usages),
         num_output_tokens=sum(u.num_output_tokens for u in usages),
+        num_retained_tokens=_sum_of_largest(
+            [[u.num_retained_tokens for u in group] for group in by_prompt]
+        ),
+        num_pinned_tokens=_sum_of_largest(
+            [[u.num_pinned_tokens for u in group] for group in by_prompt]
+        ),
     )
+
+
+def _sum_of_largest(by_prompt: Sequence[Sequence[int | None]]) -> int | None:
+    """Return the sum over prompts; all sequences of one did it to the same blocks. None: nobody was asked."""
+    given = [[count for count in counts if count is not None] for counts in by_prompt]
+    return sum(map(max, given)) if all(given) else None
 
 
 class Gate:
@@ -215,6 +231,7 @@ class Call:
                         request_id=name,
                         priority=job.priority,
                         deadline_s=job.timeout_s,
+                        keep=job.keep,
                     )
                 )
         except BaseException:

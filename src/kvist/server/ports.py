@@ -14,7 +14,7 @@ from kvist.engine.detokenizer import TokenText
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
-    from kvist.types import OutputChunk, SamplingParams
+    from kvist.types import Keep, OutputChunk, SamplingParams
 
 
 class ServedTokenizer(TokenText, Protocol):
@@ -105,7 +105,7 @@ class ServedEngine(Protocol):
         """What was resolved at start."""
         ...
 
-    def submit(
+    def submit(  # noqa: PLR0913  # one for each thing that a client may say of a request
         self,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
@@ -114,6 +114,7 @@ class ServedEngine(Protocol):
         request_id: str | None = None,
         priority: int = 0,
         deadline_s: float | None = None,
+        keep: Keep | None = None,
     ) -> ServedStream:
         """Validate and queue one prompt; raises ``RequestError``, ``EngineOverloaded`` or ``EngineStopped`` at once."""
         ...

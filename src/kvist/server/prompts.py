@@ -89,7 +89,12 @@ def encode_messages(messages: Sequence[ChatMessage], tokenizer: ServedTokenizer)
 
 
 def check_fit(
-    prompts: Sequence[Prompt], params: SamplingParams, engine: ServedEngine, *, param: str
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    engine: ServedEngine,
+    *,
+    param: str,
+    output_param: str | None,
 ) -> None:
     """Refuse the whole call when a part of it can never run, before any of it runs.
 
@@ -98,6 +103,7 @@ def check_fit(
         params: Its ``max_tokens`` and ``n`` count too.
         engine: Its plan has the limits.
         param: The request parameter that holds the prompts.
+        output_param: The one that limits the output; None: the client gave none.
 
     Raises:
         PromptTooLong: A prompt plus its output exceeds the context; the message has both numbers.
@@ -115,7 +121,7 @@ def check_fit(
                 f"[request] this model's context is {limit} tokens at most, but {which} has "
                 f"{num_prompt_tokens} tokens and {wanted} of output would follow; "
                 "shorten it or lower the output limit",
-                param=param,
+                param=param if output_param is None or num_prompt_tokens >= limit else output_param,
             )
     num_sequences = len(prompts) * params.n
     if num_sequences > engine.plan.max_queue:

@@ -19,10 +19,14 @@ from kvist.errors import RequestError, UnsupportedParameter
 from kvist.server import unimplemented
 from kvist.server.errors import cut, describe, shorten
 from kvist.server.unimplemented import Unimplemented, drop_neutral
-from kvist.types import MAX_LOGPROBS, SamplingParams
+from kvist.types import MAX_LOGPROBS, Keep, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of ``max_tokens`` in /v1/completions."""
+
+DEFAULT_TTL = "5m"
+"""Anthropic's default of ``cache_control.ttl``."""
+_UNIT_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
 PromptInput = str | list[int]
 """One prompt as given: text, or token ids."""
@@ -106,10 +110,28 @@ def _stream_options(value: object) -> StreamOptions:
     return parse(StreamOptions, value, path="stream_options")
 
 
+class CacheControl(WireModel):
+    """``cache_control``, as Anthropic's API has it for a whole prompt; ``pinned`` is Kvist's own."""
+
+    type: Literal["ephemeral", "pinned"]
+    ttl: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,6}[smhd]$")] | None = None
+
+    def keep(self) -> Keep:
+        """Return what the engine is asked to do."""
+        ttl = self.ttl or DEFAULT_TTL
+        return Keep(ttl_s=int(ttl[:-1]) * _UNIT_S[ttl[-1]], is_pinned=self.type == "pinned")
+
+
+def _cache_control(value: object) -> CacheControl:
+    return parse(CacheControl, value, path="cache_control")
+
+
 class SamplingFields(WireModel):
     """The parameters that both endpoints share."""
 
     model: str
+    cache_control: Annotated[CacheControl, PlainValidator(_cache_control)] | None = None
+    """How long the prompt is to stay in the cache; Anthropic's, and not OpenAI's."""
     frequency_penalty: float | None = None
     ignore_eos: bool | None = None
     kvist_explain: bool | None = None
@@ -133,6 +155,10 @@ class SamplingFields(WireModel):
     nothing yet; not OpenAI's."""
     top_k: int | None = None
     top_p: float | None = None
+
+    def keep(self) -> Keep | None:
+        """Return how long the prompt is to stay in the cache; None: as the engine's options say."""
+        return None if self.cache_control is None else self.cache_control.keep()
 
     @property
     def wants_usage_chunk(self) -> bool:
@@ -241,6 +267,7 @@ class ChatRequest(SamplingFields):
     messages: Annotated[list[ChatMessage], PlainValidator(_messages)]
     logprobs: bool | None = None
     max_completion_tokens: int | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     def sampling_params(self) -> SamplingParams:
@@ -251,6 +278,17 @@ class ChatRequest(SamplingFields):
             max_tokens=self.max_tokens if limit is None else limit,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )
+
+    @property
+    def max_tokens_name(self) -> str:
+        """Which of the two names of the limit the client gave."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    def keep(self) -> Keep | None:
+        """Return how long the prompt is to stay in the cache, by either of two parameters."""
+        if self.prompt_cache_retention == "24h":
+            return Keep(ttl_s=24 * 3600.0)
+        return super().keep()
 
 
 def parse_completion(document: dict[str, Any]) -> CompletionRequest:  # Any: a JSON document
@@ -282,6 +320,12 @@ def parse_chat(document: dict[str, Any]) -> ChatRequest:  # Any: a JSON document
             f"[request] max_tokens is {both[0]} and max_completion_tokens is {both[1]}; they mean the same, "
             "give only max_completion_tokens",
             param="max_tokens",
+            code="invalid_value",
+        )
+    if request.cache_control is not None and request.prompt_cache_retention == "24h":
+        raise RequestError(
+            "[request] cache_control and prompt_cache_retention both say how long the prompt is kept; give one of them",
+            param="prompt_cache_retention",
             code="invalid_value",
         )
     if request.top_logprobs is not None and not request.logprobs:
@@ -336,6 +380,8 @@ def _unknown(name: str, kind: type[WireModel], prefix: str) -> UnsupportedParame
     other, other_path = siblings.get(kind, (WireModel, ""))
     if name in other.model_fields or name in other.refused:
         hint = f"; it belongs to {other_path}"
+    elif prefix and name in ChatRequest.model_fields:
+        hint = "; it belongs beside messages"
     elif close:
         hint = ""
     else:

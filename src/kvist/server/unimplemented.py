@@ -64,7 +64,6 @@ CHAT: Mapping[str, Unimplemented] = {
     "prediction": Unimplemented("Kvist does not speculate from predicted outputs"),
     "prompt_cache_key": Unimplemented(_NO_CACHE_HINTS),
     "prompt_cache_options": Unimplemented(_NO_CACHE_HINTS),
-    "prompt_cache_retention": Unimplemented(_NO_CACHE_HINTS),
     "reasoning_effort": Unimplemented("Kvist does not steer reasoning"),
     "response_format": Unimplemented(
         "Kvist does not constrain its output; only text is possible", ({"type": "text"},)

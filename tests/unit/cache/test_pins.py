@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.support.cache import NAMESPACE, compute, hit_len, make_manager, serve, start
 
+from kvist.cache.pins import MIN_SWEEP
 from kvist.errors import ConfigError, NotCached, PinBudgetExceeded, RequestError
 
 if TYPE_CHECKING:
@@ -42,6 +43,35 @@ def chain_of(manager: CacheManager, tokens: Sequence[int]) -> TokenChain:
 def sweep(manager: CacheManager, num_prompts: int = 30) -> None:
     for index in range(num_prompts):
         serve(manager, range(1000 + 10 * index, 1008 + 10 * index))
+
+
+def test_times_that_end_nothing_any_more_are_forgotten(manager: CacheManager) -> None:
+    """They used to stay, with the nodes of blocks evicted long ago, until their time was over."""
+    for index in range(1000):
+        tokens = range(1000 + 10 * index, 1008 + 10 * index)
+        serve(manager, tokens)
+        manager.retain(chain_of(manager, tokens), 8, 86_400.0)
+        pin = manager.pin(chain_of(manager, tokens), 8, 86_400.0)
+        assert pin is not None
+        manager.unpin(pin)
+    assert len(manager._deadlines.entries) <= 2 * MIN_SWEEP
+
+
+def test_sweeping_keeps_the_times_of_what_is_there(manager: CacheManager, clock: Clock) -> None:
+    serve(manager, range(8))
+    manager.retain(chain_of(manager, range(8)), 8, 50.0)
+    manager.retain(chain_of(manager, range(4)), 4, 99.0)
+    for _ in range(3 * MIN_SWEEP):
+        clock.now_s += 0.001
+        manager.retain(chain_of(manager, range(4)), 4, 90.0)
+    sweep(manager)
+    assert hit_len(manager, range(8)) == 8
+    clock.now_s = 151.0
+    sweep(manager)
+    assert hit_len(manager, range(8)) == 4
+    clock.now_s = 200.0
+    sweep(manager)
+    assert hit_len(manager, range(8)) == 0
 
 
 def test_a_pin_holds_whole_blocks_through_any_sweep(manager: CacheManager) -> None:

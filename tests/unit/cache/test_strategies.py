@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import pytest
@@ -9,6 +10,7 @@ from benchmarks.eviction_strategies import Arc, S3Fifo
 from tests.support.cache import NAMESPACE, compute, hit_len, make_manager, serve, start
 
 from kvist.cache.eviction import STRATEGIES, Lru, SegmentedLru, strategy_factory
+from kvist.config import CacheConfig
 from kvist.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,6 +52,8 @@ def sweep(manager: CacheManager, num_prompts: int, num_blocks: int = 1) -> None:
 def test_names_and_factories() -> None:
     assert set(STRATEGIES) == {"default", "lru"}
     assert STRATEGIES["default"] is SegmentedLru
+    (eviction,) = [f for f in dataclasses.fields(CacheConfig) if f.name == "eviction"]
+    assert eviction.metadata["choices"] == tuple(STRATEGIES)
     assert strategy_factory("lru") is Lru
     assert strategy_factory(Arc) is Arc
     message = r"\[cache\] unknown eviction strategy 'fifo'; known: default, lru"

@@ -90,6 +90,8 @@ def test_engine_options_are_handed_on_as_flags():
     arguments = engine_arguments(config)
     assert arguments == ["--memory-gib", "0.5", "--block-size", "32", "--prefix-cache", "off"]
     assert engine_arguments(EngineConfig()) == []
+    shares = EngineConfig.from_options(cache_share={"a": 0.25, "b": 0.5})
+    assert engine_arguments(shares) == ["--cache-share", "a=0.25", "--cache-share", "b=0.5"]
     assert {a for a in arguments if a.startswith("--")} <= {f.name for f in flags_of(EngineConfig)}
 
 

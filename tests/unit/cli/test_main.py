@@ -6,11 +6,13 @@ import json
 import signal
 import subprocess
 import sys
+import types
 
 import pytest
 from typer.testing import CliRunner
 
 import kvist as package
+from kvist import __main__ as entry
 from kvist.cli.console import note, reported_errors, set_up_logging
 from kvist.cli.main import app
 from kvist.errors import ConfigError
@@ -197,3 +199,15 @@ def test_a_prompt_from_a_closed_stdin_is_an_empty_one(smollm2_path):
     result = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert "at least one prompt token" in result.stderr
+
+
+def test_an_interrupt_while_the_command_line_is_loaded_is_no_traceback(monkeypatch, capsys):
+    class Loading(types.ModuleType):
+        def __getattr__(self, name):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "kvist.cli.main", Loading("kvist.cli.main"))
+    with pytest.raises(SystemExit) as end:
+        entry.main()
+    assert end.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"

@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvist.cli.options import Only, flags_of, markdown_table, takes_options
+from kvist.cli.options import Only, Without, flags_of, markdown_table, takes_options
 from kvist.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
 from kvist.types import SamplingParams
 
@@ -108,6 +108,11 @@ def test_an_unknown_flag_is_a_usage_error_with_a_suggestion():
         (["--temperature", "3"], "[sampling] temperature must be in [0, 2], received 3.0"),
         (["--logit-bias", "5"], "received '5' without '='"),
         (["--logit-bias", "five=1"], "received 'five=1'"),
+        (
+            ["--cache-share", "a"],
+            "[--cache-share] expected NAME=FRACTION, received 'a' without '='",
+        ),
+        (["--cache-share", "a=0.1", "--cache-share", "a=0.2"], "a was given twice"),
     ],
 )
 def test_a_value_out_of_range_is_one_line_and_exit_code_2(arguments, message):
@@ -124,6 +129,21 @@ def test_only_leaves_the_other_flags_out():
     assert received[0].cache.block_size == 16
     result, _ = run(["--threads", "2"], Annotated[EngineConfig, Only("block_size")])
     assert result.exit_code == 2
+
+
+def test_without_takes_the_other_flags():
+    kind = Annotated[EngineConfig, Without("cache_share")]
+    result, received = run(["--block-size", "16"], kind)
+    assert result.exit_code == 0
+    assert received[0].cache.block_size == 16
+    result, _ = run(["--cache-share", "a=1"], kind)
+    assert result.exit_code == 2
+
+
+def test_a_mapping_with_names_is_filled_from_pairs():
+    result, (config,) = run(["--cache-share", "a=0.25", "--cache-share", "b=0.5"], EngineConfig)
+    assert result.exit_code == 0
+    assert config.cache.cache_share == {"a": 0.25, "b": 0.5}
 
 
 def test_markdown_table_has_a_row_per_flag():

@@ -18,6 +18,7 @@ KEYS = {
     "concurrency", "block_size", "num_layers", "num_heads",
     "num_kv_heads", "head_dim", "weight_bytes", "kv_bytes_per_token", "kv_bytes_per_request",
     "kv_bytes_per_request_windowed", "kv_bytes_total", "total_bytes", "memory_bytes", "requests_that_fit", "fits",
+    "pinnable_bytes", "cache_shares",
 }  # fmt: skip
 
 
@@ -46,6 +47,15 @@ def test_byte_counts_are_integers():
     assert all(type(plan[key]) is int for key in KEYS if "bytes" in key)
     assert plan["requests_that_fit"] == 8
     assert plan["fits"] is True
+
+
+def test_what_pins_may_hold_is_not_for_requests():
+    options = ("--pin-fraction", "0.25", "--cache-share", "a=0.5")
+    plan = plan_json("--model", "llama-2-7b", "--memory-gib", "8", *options)
+    assert plan["pinnable_bytes"] == 2 * 1024**3
+    assert plan["cache_shares"] == {"a": 4 * 1024**3}
+    assert plan["requests_that_fit"] == 6
+    assert plan["fits"] is False
 
 
 def test_codec_and_dtype_change_the_bytes():

@@ -20,6 +20,13 @@ def test_example_shows_where_the_key_goes():
     assert "Authorization: Bearer YOUR_KEY" in example("http://h:1", "m", has_keys=True)
 
 
+def test_a_share_for_an_unknown_tenant_is_refused_before_the_model_is_loaded(kvist, monkeypatch):
+    monkeypatch.setattr("kvist.cli.serve.running_engine", None)
+    result = kvist("serve", "--api-key", "team-a k", "--cache-share", "team-b=0.5")
+    assert result.exit_code == 1
+    assert "--cache-share team-b is for a tenant that no API key belongs to" in result.stderr
+
+
 def test_ready_line_and_example_are_written_when_the_server_listens(parts, kvist, monkeypatch):
     from kvist.server.run import RunningServer
 

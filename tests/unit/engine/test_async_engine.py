@@ -19,7 +19,7 @@ from kvist.errors import (
     RequestError,
     UnsupportedParameter,
 )
-from kvist.types import FinishReason, OutputChunk, SamplingParams
+from kvist.types import FinishReason, Keep, OutputChunk, SamplingParams
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -171,6 +171,37 @@ class TestOrder:
         with pytest.raises(RequestError) as info:
             parts.engine.submit(PROMPT, GREEDY, **options)
         assert info.value.param == param
+
+    @pytest.mark.parametrize(
+        ("changes", "keep", "message"),
+        [
+            ({"prefix_cache": False}, Keep(ttl_s=1.0), "--prefix-cache on"),
+            ({}, Keep(ttl_s=0.0), r"ttl must be in \(0, 2592000\] seconds, received 0"),
+            ({}, Keep(ttl_s=float("nan")), "ttl must be in"),
+            ({}, Keep(ttl_s=1.0, is_pinned=True), "--pin-fraction above 0"),
+            (
+                {"pin_fraction": 0.02},
+                Keep(ttl_s=1.0, is_pinned=True),
+                "fills 2 blocks and pins may hold 1",
+            ),
+        ],
+    )
+    def test_what_cannot_be_kept_is_refused(self, changes, keep, message):
+        parts = make_parts(**changes)
+        with pytest.raises(RequestError, match=message) as info:
+            parts.engine.submit([1] * 8, GREEDY, keep=keep)
+        assert info.value.param == "cache_control"
+        parts.engine.close()
+
+    def test_a_prompt_is_kept_as_the_request_says_or_else_as_the_plan_does(self):
+        parts = make_parts(cache_ttl_s=60.0, pin_fraction=0.5)
+        pinned = parts.engine.submit([1] * 8, GREEDY, keep=Keep(ttl_s=9.0, is_pinned=True))
+        plain = parts.engine.submit([2] * 8, GREEDY)
+        with parts.engine:
+            ends = [list(stream)[-1].usage for stream in (pinned, plain)]
+        told = [(usage.num_retained_tokens, usage.num_pinned_tokens) for usage in ends]
+        assert told == [(0, 8), (8, None)]
+        parts.core.check_invariants()  # an idle engine with a pin is in order
 
     def test_a_priority_that_would_be_ignored_is_refused(self):
         parts = make_parts(schedule="static")

@@ -8,10 +8,11 @@ import pytest
 import torch
 from tests.support.tiny_engine import IdTokenizer, load_tiny_decoder, tiny_plan
 
+from kvist.cache.eviction import Lru
 from kvist.config import EngineConfig
 from kvist.engine.build import assemble, build_engine, model_fingerprint
 from kvist.errors import ConfigError, ModelLoadError
-from kvist.plan import Hardware, resolve
+from kvist.plan import Hardware, num_pinnable, resolve
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,15 @@ def test_allocates_what_the_plan_says(decoder):
     assert core._runner._arena.num_bytes == plan.kv_bytes
     assert abs(decoder.num_bytes - plan.weight_bytes) < 0.01 * plan.weight_bytes
     assert core.stats().cache.num_blocks == plan.num_blocks
+
+
+def test_what_the_plan_says_of_the_cache_reaches_it(decoder):
+    plan = tiny_plan(eviction="lru", cache_shares=(("a", 0.25),), pin_fraction=0.5)
+    manager = assemble(plan, decoder, IdTokenizer(), "tiny")._manager
+    partition = manager._pool.partitions.of("a")
+    assert isinstance(partition.strategy, Lru)
+    assert partition.num_share == 0.25 * plan.num_blocks
+    assert manager.max_pinned == num_pinnable(plan.num_blocks, 0.5) == plan.num_blocks // 2
 
 
 def test_each_engine_has_its_own_hash_key(decoder):

@@ -304,7 +304,7 @@ class TestEarlyEnd:
 
     def test_memory_that_cannot_be_had_ends_as_overload(self, monkeypatch):
         self.parts.core.add(group())
-        monkeypatch.setattr(self.parts.manager, "admit", lambda *_: None)
+        monkeypatch.setattr(self.parts.manager, "admit", lambda *_, **__: None)
         outputs = []
         while self.parts.core.has_work:
             outputs += step(self.parts)

@@ -18,7 +18,7 @@ SECOND = 10**9
 NO_EOS: frozenset[int] = frozenset()
 
 
-def out_of_memory(*_: object) -> None:
+def out_of_memory(*_: object, **__: object) -> None:
     raise MemoryError
 
 
@@ -148,7 +148,7 @@ def test_no_memory_for_a_prompt_is_overload(schedule: str, monkeypatch: pytest.M
     assert not trace.scheduler.has_work
 
 
-def refuse(*_: object) -> None:
+def refuse(*_: object, **__: object) -> None:
     return None
 
 

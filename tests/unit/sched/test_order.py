@@ -332,7 +332,7 @@ def test_under_fcfs_and_static_nothing_passes_what_does_not_fit(schedule: str) -
     assert starts_under_pressure(schedule, 7)[:2] == ["a", "big"]
 
 
-def test_looks_at_a_bounded_number_of_requests_that_do_not_fit() -> None:
+def test_what_was_found_before_is_not_looked_up_again() -> None:
     trace = Trace(policy="shortest", num_blocks=8, block_size=4)
     trace.add("runs", range(1, 9), max_tokens=17, ignore_eos=True)
     trace.step()
@@ -340,7 +340,8 @@ def test_looks_at_a_bounded_number_of_requests_that_do_not_fit() -> None:
         trace.add(f"big{index}", (100 + index, 2), max_tokens=20)
     before = trace.scheduler.stats().num_lookups
     trace.step()
-    assert trace.scheduler.stats().num_lookups - before == 8
+    # What was found when they arrived is still true.
+    assert trace.scheduler.stats().num_lookups == before
     trace.drain()
     trace.check_answers()
 
