@@ -211,7 +211,7 @@ def run_against_failures(
 def test_requests_survive_allocations_that_fail(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_against_failures(2000 // len(ALL), schedule, 5, monkeypatch)
+    run_against_failures(2000 // len(ALL), schedule, 9, monkeypatch)
 
 
 @pytest.mark.slow
