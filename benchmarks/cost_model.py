@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,13 +24,15 @@ from benchmarks.control_plane import machine
 
 from kvist import plan as planning
 from kvist.config import EngineConfig
+from kvist.engine.build import load_model, make_runner, model_fingerprint
 from kvist.model import catalog
-from kvist.model.loader import load_decoder
 from kvist.replay.cost import PS_PER_S, CostModel, StepPrices
-from kvist.runner.runner import ModelRunner
 from kvist.sched.output import SampleSpec, ScheduledSequence, StepPlan
 from kvist.storage.arena import BlockArena
 from kvist.types import BlockId, RequestId, SamplingParams, TokenId
+
+if TYPE_CHECKING:
+    from kvist.engine.core import Runner
 
 BLOCK_SIZE = 64
 WARM_UP = 2
@@ -99,7 +102,7 @@ def step_plan(shape: Shape, index: int) -> StepPlan:
     return StepPlan(step_index=index, copies=(), sequences=tuple(sequences))
 
 
-def measure(runner: ModelRunner, shapes: list[Shape], repetitions: int) -> dict[Shape, list[float]]:
+def measure(runner: Runner, shapes: list[Shape], repetitions: int) -> dict[Shape, list[float]]:
     """Return the seconds that each step took; shapes interleaved, warm-up left out."""
     seconds: dict[Shape, list[float]] = {shape: [] for shape in shapes}
     for repetition in range(-WARM_UP, repetitions):
@@ -146,6 +149,7 @@ def price_s(model: CostModel, shape: Shape) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--weights", default="auto", help="as kvist serve --weights")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--repetitions", type=int, default=5, help=">= 1")
     parser.add_argument(
@@ -154,16 +158,17 @@ def main() -> int:
     arguments = parser.parse_args()
     resolved = catalog.resolve(arguments.model)
     spec = planning.read_spec(resolved.path)
-    config = EngineConfig.from_options(model=arguments.model, threads=arguments.threads)
+    config = EngineConfig.from_options(
+        model=arguments.model, weights=arguments.weights, threads=arguments.threads
+    )
     hardware = planning.detect_hardware()
     plan = planning.resolve(config, spec, hardware)
-    torch.set_num_threads(plan.threads)
-    decoder = load_decoder(resolved.path, spec, getattr(torch, plan.dtype))
+    decoder = load_model(plan, resolved.path, spec, model_fingerprint(resolved.path, spec))
     fitted, checked = grid(arguments.max_context)
     num_blocks = max(
         sum(-(-(s + n) // BLOCK_SIZE) for s, n in shape.sequences) for shape in fitted + checked
     )
-    runner = ModelRunner(decoder, BlockArena(planning.kv_spec_of(plan, spec), num_blocks))
+    runner = make_runner(decoder, BlockArena(planning.kv_spec_of(plan, spec), num_blocks))
     print(plan.one_line())
     seconds = measure(runner, fitted + checked, arguments.repetitions)
     medians = {shape: statistics.median(values) for shape, values in seconds.items()}

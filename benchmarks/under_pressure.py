@@ -31,11 +31,10 @@ from benchmarks.control_plane import machine
 
 from kvist import plan as planning
 from kvist.config import EngineConfig
-from kvist.engine.build import assemble
+from kvist.engine.build import assemble, load_model, model_fingerprint
 from kvist.engine.core import RequestFailure, RequestGroup
 from kvist.errors import ConfigError
 from kvist.model import catalog
-from kvist.model.loader import load_decoder
 from kvist.model.tokenizer import load_tokenizer
 from kvist.replay.metrics import jain_index, percentiles
 from kvist.sched.policy import POLICIES
@@ -43,6 +42,7 @@ from kvist.types import SamplingParams, TokenId
 
 if TYPE_CHECKING:
     from kvist.model.decoder import Decoder
+    from kvist.model.native_decoder import NativeDecoder
     from kvist.model.tokenizer import Tokenizer
     from kvist.plan import EnginePlan
 
@@ -112,7 +112,11 @@ def make_jobs(
 
 
 def run_schedule(
-    plan: EnginePlan, decoder: Decoder, tokenizer: Tokenizer, jobs: list[Job], clients: int
+    plan: EnginePlan,
+    decoder: Decoder | NativeDecoder,
+    tokenizer: Tokenizer,
+    jobs: list[Job],
+    clients: int,
 ) -> tuple[dict[str, Seen], float, dict[str, tuple[int, ...]], dict[str, int]]:
     """Serve the jobs once; return what clients saw, the makespan in s, the answers, and the engine's counters."""
     core = assemble(plan, decoder, tokenizer, "benchmark")
@@ -194,6 +198,7 @@ def main() -> int:  # noqa: PLR0915  # the order of a benchmark, top to bottom
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--weights", default="auto", help="as kvist serve --weights")
     parser.add_argument("--requests", type=int, default=200, help=">= 2")
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument(
@@ -234,7 +239,7 @@ def main() -> int:  # noqa: PLR0915  # the order of a benchmark, top to bottom
     num_blocks = max(*footprints, int(arguments.fit * statistics.mean(footprints)))
     config = EngineConfig.from_options(
         model=arguments.model, block_size=arguments.block_size, max_batch_tokens=arguments.max_batch_tokens,
-        threads=arguments.threads,
+        threads=arguments.threads, weights=arguments.weights,
     )  # fmt: skip
     plan = planning.resolve(config, spec, planning.detect_hardware())
     plan = dataclasses.replace(
@@ -243,8 +248,7 @@ def main() -> int:  # noqa: PLR0915  # the order of a benchmark, top to bottom
         kv_bytes=num_blocks * planning.kv_spec_of(plan, spec).block_bytes,
         max_context_len=min(plan.max_context_len, num_blocks * arguments.block_size),
     )
-    torch.set_num_threads(plan.threads)
-    decoder = load_decoder(resolved.path, spec, getattr(torch, plan.dtype))
+    decoder = load_model(plan, resolved.path, spec, model_fingerprint(resolved.path, spec))
     print(plan.one_line())
     print(
         f"{len(jobs)} requests, lengths x {factor:.3f}: prompts {sum(len(j.prompt) for j in jobs)} tokens, outputs "

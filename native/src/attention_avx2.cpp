@@ -11,7 +11,7 @@ constexpr int kMaxStreamed = 6;
 
 bool streams(const AttentionShape& shape, int num_rows) {
   const int group = shape.num_heads / shape.layout.num_kv_heads;
-  return num_rows * group <= kMaxStreamed && shape.layout.head_dim % 32 == 0;
+  return num_rows * group <= kMaxStreamed && shape.layout.head_dim % 16 == 0;
 }
 
 std::size_t scratch_bytes(const AttentionShape& shape, int num_rows) {

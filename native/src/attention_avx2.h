@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
+#include <utility>
 
 #include "attention_kernels.h"
 #include "kvist/common.h"
@@ -31,6 +32,24 @@ constexpr int kMaxGroups = kMaxHeadDim / kKvGroup;
 constexpr int kWeight13 = 8192;  // 2^13: 8192 * 4095 * 64 < 2^31
 constexpr int kWeight15 = 32767;
 
+// Calls body with the constants 0 to kCount - 1. Unlike a loop that is unrolled later, arrays indexed by them become
+// registers.
+template <int kCount, typename Body>
+[[gnu::always_inline]] inline void unroll(Body&& body) {
+  [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) __attribute__((always_inline)) {
+    (body(std::integral_constant<int, kIndex>{}), ...);
+  }
+  (std::make_integer_sequence<int, kCount>{});
+}
+
+// sum += x, and sum += a * b, in the order written and in sum's own register. Left to itself the compiler gathers the
+// products of a step first, runs out of registers and keeps the sums on the stack, or copies each sum once a step.
+inline void add_in_place(__m256i& sum, __m256i x) { asm volatile("vpaddd %1, %0, %0" : "+x"(sum) : "x"(x)); }
+
+inline void add_in_place(__m256& sum, __m256 a, __m256 b) {
+  asm volatile("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+}
+
 // Read in place of keys that do not exist.
 alignas(64) constexpr std::uint8_t kZeroRow[2 * kMaxHeadDim] = {};
 
@@ -41,6 +60,7 @@ struct ChunkRows {
   const std::uint8_t* v[kChunk];
 };
 
+template <bool kPrefetch>
 inline void locate_rows(const KvLayout& layout, const AttentionItem& item, const KvLayer& layer, int begin, int end,
                         ChunkRows& chunk) {
   const std::int64_t head_bytes = static_cast<std::int64_t>(layout.block_size) * layout.row_bytes;
@@ -52,6 +72,13 @@ inline void locate_rows(const KvLayout& layout, const AttentionItem& item, const
     const std::uint8_t* row = layer.base + item.block_ids[block] * layout.block_stride + item.kv_head * head_bytes +
                               static_cast<std::int64_t>(slot) * layout.row_bytes;
     const int stop = key + layout.block_size - slot < end ? key + layout.block_size - slot : end;
+    if constexpr (kPrefetch) {
+      const int num_bytes = (stop - key) * layout.row_bytes;
+      for (int offset = 0; offset < num_bytes; offset += 64) {
+        _mm_prefetch(reinterpret_cast<const char*>(row + offset), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(row + v_offset + offset), _MM_HINT_T0);
+      }
+    }
     for (; key < stop; ++key, ++i, row += layout.row_bytes) {
       chunk.k[i] = row;
       chunk.v[i] = row + v_offset;
@@ -63,18 +90,34 @@ inline void locate_rows(const KvLayout& layout, const AttentionItem& item, const
   }
 }
 
+// 16 int8 codes of two rows as pairs: of the first 8 values, of the last 8.
+inline void pair_codes(const std::uint8_t* one, const std::uint8_t* two, __m256i& first, __m256i& last) {
+  const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(one));
+  const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(two));
+  first = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b));
+  last = _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b));
+}
+
 // The float16 scales of group `group` of num_keys rows, zeros up to a multiple of 16.
 inline void load_scales(const std::uint8_t* const* rows, int num_keys, int head_dim, int group, float* scales) {
-  alignas(32) std::uint16_t bits[kChunk];
-  for (int i = 0; i < num_keys; ++i) {
-    __builtin_memcpy(&bits[i], rows[i] + head_dim + 2 * group, sizeof(bits[i]));
+  const int offset = head_dim + 2 * group;
+  int key = 0;
+  for (; key + 8 <= num_keys; key += 8) {
+    __m128i bits = _mm_setzero_si128();
+    unroll<8>([&](auto i) __attribute__((always_inline)) {
+      std::uint16_t scale;
+      __builtin_memcpy(&scale, rows[key + i()] + offset, sizeof(scale));
+      bits = _mm_insert_epi16(bits, scale, i());
+    });
+    _mm256_store_ps(scales + key, _mm256_cvtph_ps(bits));
   }
-  int padded = num_keys;
-  for (; padded % 16 != 0; ++padded) {
-    bits[padded] = 0;
+  for (; key < num_keys; ++key) {
+    std::uint16_t scale;
+    __builtin_memcpy(&scale, rows[key] + offset, sizeof(scale));
+    scales[key] = _cvtsh_ss(scale);
   }
-  for (int i = 0; i < padded; i += 8) {
-    _mm256_store_ps(scales + i, _mm256_cvtph_ps(_mm_load_si128(reinterpret_cast<const __m128i*>(bits + i))));
+  for (; key % 16 != 0; ++key) {
+    scales[key] = 0.0F;
   }
 }
 
@@ -191,11 +234,11 @@ inline void apply_softcap(StripChunk& chunk, int num_rows, int num_vectors, cons
 }
 
 // Turns the scores of a chunk into weights and updates the state. `factor` (lane per row, >= 0) brings scores to units
-// of log2(e). About 20 instructions per 8 scores. Sums are in float32; of integers, they are exact, so that the weights
-// used are the weights normalised by.
+// of log2(e). About 20 instructions per 8 scores. With kFixed13 the integers are summed, so that the weights used are
+// the weights normalised by.
 template <Weights kWeights, bool kMasked>
-inline void softmax_chunk(StripState& state, StripChunk& chunk, int num_rows, int num_vectors, const float* factor,
-                          const float* value_factors, int num_groups) {
+[[gnu::noinline]] void softmax_chunk(StripState& state, StripChunk& chunk, int num_rows, int num_vectors,
+                                     const float* factor, const float* value_factors, int num_groups) {
   const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   const auto seen = [&](int r, int i) {
     const __m256i place = _mm256_add_epi32(lane, _mm256_set1_epi32(8 * i));
@@ -206,16 +249,22 @@ inline void softmax_chunk(StripState& state, StripChunk& chunk, int num_rows, in
   for (int r = 0; r < kLanes; ++r) {
     row_vectors[r] = _mm256_set1_ps(kNoScore);
   }
+  // Chunks are multiples of 16 keys: two vectors at a time.
   for (int r = 0; r < num_rows; ++r) {
-    __m256 largest = _mm256_set1_ps(kNoScore);
-    for (int i = 0; i < num_vectors; ++i) {
-      __m256 score = _mm256_load_ps(chunk.scores[r] + 8 * i);
-      if constexpr (kMasked) {
-        score = _mm256_blendv_ps(_mm256_set1_ps(kNoScore), score, seen(r, i));
-      }
-      largest = _mm256_max_ps(largest, score);
+    __m256 largest[2] = {_mm256_set1_ps(kNoScore), _mm256_set1_ps(kNoScore)};
+    const auto look = [&](int i) __attribute__((always_inline)) {
+      unroll<2>([&](auto j) __attribute__((always_inline)) {
+        __m256 score = _mm256_load_ps(chunk.scores[r] + 8 * (i + j()));
+        if constexpr (kMasked) {
+          score = _mm256_blendv_ps(_mm256_set1_ps(kNoScore), score, seen(r, i + j()));
+        }
+        largest[j()] = _mm256_max_ps(largest[j()], score);
+      });
+    };
+    for (int i = 0; i < num_vectors; i += 2) {
+      look(i);
     }
-    row_vectors[r] = largest;
+    row_vectors[r] = _mm256_max_ps(largest[0], largest[1]);
   }
   const __m256 chunk_max = _mm256_mul_ps(max_of_each(row_vectors), _mm256_load_ps(factor));
   const __m256 old_max = _mm256_load_ps(state.maxima);
@@ -236,48 +285,46 @@ inline void softmax_chunk(StripState& state, StripChunk& chunk, int num_rows, in
   for (int r = 0; r < kLanes; ++r) {
     row_vectors[r] = _mm256_setzero_ps();
   }
-  constexpr int kDegree = kWeights == Weights::kFixed13 ? 4 : 5;
+  constexpr int kDegree = kWeights == Weights::kFloat ? 5 : 4;
   for (int r = 0; r < num_rows; ++r) {
     const __m256 scale = _mm256_set1_ps(factor[r]);
     const __m256 subtract = _mm256_set1_ps(reference[r]);
-    const auto weight = [&](int i) {
+    const auto weight = [&](int i) __attribute__((always_inline)) {
       __m256 p = exp2_ps<kDegree>(_mm256_fmsub_ps(_mm256_load_ps(chunk.scores[r] + 8 * i), scale, subtract));
       if constexpr (kMasked) {
         p = _mm256_and_ps(p, seen(r, i));
       }
       return p;
     };
-    if constexpr (kWeights == Weights::kFixed13) {
-      __m256i sum = _mm256_setzero_si256();
-      for (int i = 0; i < num_vectors; i += 2) {
-        const __m256i a = _mm256_cvtps_epi32(weight(i));
-        const __m256i b = _mm256_cvtps_epi32(weight(i + 1));
-        sum = _mm256_add_epi32(sum, _mm256_add_epi32(a, b));
-        _mm256_store_si256(reinterpret_cast<__m256i*>(chunk.weights[0][r] + 8 * i),
-                           _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8));
+    const auto store_integers = [&](int group, int i, __m256 low, __m256 high) __attribute__((always_inline)) {
+      const __m256i a = _mm256_cvtps_epi32(low);
+      const __m256i b = _mm256_cvtps_epi32(high);
+      _mm256_store_si256(reinterpret_cast<__m256i*>(chunk.weights[group][r] + 8 * i),
+                         _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8));
+      return _mm256_add_epi32(a, b);
+    };
+    __m256i integer_sum = _mm256_setzero_si256();
+    __m256 sum = _mm256_setzero_ps();
+    for (int i = 0; i < num_vectors; i += 2) {
+      const __m256 low = weight(i);
+      const __m256 high = weight(i + 1);
+      if constexpr (kWeights == Weights::kFixed13) {
+        integer_sum = _mm256_add_epi32(integer_sum, store_integers(0, i, low, high));
+        continue;
       }
-      row_vectors[r] = _mm256_cvtepi32_ps(sum);
-    } else {
-      __m256 sum = _mm256_setzero_ps();
-      for (int i = 0; i < num_vectors; ++i) {
-        const __m256 p = weight(i);
-        sum = _mm256_add_ps(sum, p);
-        _mm256_store_ps(chunk.scores[r] + 8 * i, p);
-      }
-      row_vectors[r] = sum;
-      if constexpr (kWeights == Weights::kFixed15) {
+      sum = _mm256_add_ps(sum, _mm256_add_ps(low, high));
+      if constexpr (kWeights == Weights::kFloat) {
+        _mm256_store_ps(chunk.scores[r] + 8 * i, low);
+        _mm256_store_ps(chunk.scores[r] + 8 * i + 8, high);
+      } else {
         for (int g = 0; g < num_groups; ++g) {
-          for (int i = 0; i < num_vectors; i += 2) {
-            const float* const factors = value_factors + g * kChunk + 8 * i;
-            const float* const p = chunk.scores[r] + 8 * i;
-            const __m256i a = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_load_ps(p), _mm256_load_ps(factors)));
-            const __m256i b = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_load_ps(p + 8), _mm256_load_ps(factors + 8)));
-            _mm256_store_si256(reinterpret_cast<__m256i*>(chunk.weights[g][r] + 8 * i),
-                               _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8));
-          }
+          const float* const factors = value_factors + g * kChunk + 8 * i;
+          store_integers(g, i, _mm256_mul_ps(low, _mm256_load_ps(factors)),
+                         _mm256_mul_ps(high, _mm256_load_ps(factors + 8)));
         }
       }
     }
+    row_vectors[r] = kWeights == Weights::kFixed13 ? _mm256_cvtepi32_ps(integer_sum) : sum;
   }
   __m256 scaled = new_factor;
   if constexpr (kWeights == Weights::kFixed13) {
@@ -315,10 +362,16 @@ inline Seen see(const std::int32_t* positions, int num_rows, int window, int beg
   return result;
 }
 
-// Sums are kept in blocks of 16 values: the even ones, then the odd ones, as unpacking leaves them. Writes num_values
-// (a multiple of 8) of them, multiplied by factor, in their order.
-inline void write_sums(const float* sums, int num_values, float factor, float* out) {
+// Sums of raw16 are kept in blocks of 16 values: the even ones, then the odd ones, as widening leaves them. Writes
+// num_values (a multiple of 8) of them, multiplied by factor, in their order.
+inline void write_sums(KvCodec codec, const float* sums, int num_values, float factor, float* out) {
   const __m256 scale = _mm256_set1_ps(factor);
+  if (codec == KvCodec::kInt8) {
+    for (int d = 0; d < num_values; d += 8) {
+      _mm256_storeu_ps(out + d, _mm256_mul_ps(_mm256_load_ps(sums + d), scale));
+    }
+    return;
+  }
   for (int d = 0; d < num_values; d += 16) {
     const __m256 even = _mm256_mul_ps(_mm256_load_ps(sums + d), scale);
     const __m256 odd = _mm256_mul_ps(_mm256_load_ps(sums + d + 8), scale);
@@ -340,13 +393,13 @@ inline void write_row(const AttentionShape& shape, const AttentionItem& item, co
   const int head = item.kv_head * group + stacked % group;
   if (item.partial_sums == nullptr) {
     float* const out = rows.out + item.rows[i] * rows.out_stride + static_cast<std::ptrdiff_t>(head) * head_dim;
-    write_sums(sums, head_dim, 1.0F / weights, out);
+    write_sums(shape.layout.codec, sums, head_dim, 1.0F / weights, out);
     return;
   }
   const std::ptrdiff_t result = static_cast<std::ptrdiff_t>(i) * shape.num_heads + head;
   item.partial_weights[2 * result] = maximum;
   item.partial_weights[2 * result + 1] = weights;
-  write_sums(sums, head_dim, 1.0F, item.partial_sums + result * head_dim);
+  write_sums(shape.layout.codec, sums, head_dim, 1.0F, item.partial_sums + result * head_dim);
 }
 
 inline const float* query_row(const AttentionShape& shape, const AttentionItem& item, const AttentionRows& rows,

@@ -369,18 +369,20 @@ void AttentionPlan::merge(int index, const AttentionRows& rows) const {
       for (int i = 0; i < num_slots; ++i) {
         largest = std::max(largest, state.partial_weights[2 * result(i)]);
       }
-      float sum = 0.0F;
-      for (int i = 0; i < num_slots; ++i) {
-        sum += std::exp2(state.partial_weights[2 * result(i)] - largest) * state.partial_weights[2 * result(i) + 1];
-      }
       float* const out = rows.out + state.merge_rows[m] * rows.out_stride + static_cast<std::ptrdiff_t>(h) * head_dim;
       std::fill(out, out + head_dim, 0.0F);
+      float sum = 0.0F;
       for (int i = 0; i < num_slots; ++i) {
-        const float weight = std::exp2(state.partial_weights[2 * result(i)] - largest) / sum;
+        const float factor = std::exp2(state.partial_weights[2 * result(i)] - largest);
+        sum += factor * state.partial_weights[2 * result(i) + 1];
         const float* const part = state.partial_sums.data() + result(i) * head_dim;
         for (int d = 0; d < head_dim; ++d) {
-          out[d] += weight * part[d];
+          out[d] += factor * part[d];
         }
+      }
+      const float inverse = 1.0F / sum;
+      for (int d = 0; d < head_dim; ++d) {
+        out[d] *= inverse;
       }
     }
   }

@@ -17,12 +17,13 @@ namespace kvist {
 namespace {
 
 constexpr int kQueryLimit = 32767;  // 32767 * 127 * 64 < 2^31
-constexpr int kMaxPass = 3;
+constexpr int kScorePass = 3;       // rows at a time: 2 sums and a vector of the row each
+constexpr int kAddPass = 6;         // 2 sums each
 
 struct Buffers {
   std::int16_t* queries;
   float* float_queries;  // blocks of 16: even values, odd values
-  float* sums;           // the same blocks
+  float* sums;           // blocks of 16: raw16's even values, then the odd ones
   std::int32_t* positions;
 };
 
@@ -42,67 +43,70 @@ inline __m256i load_codes(const std::uint8_t* row) {
   return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row)));
 }
 
-inline __m128i sum_of_each4(__m256i a, __m256i b, __m256i c, __m256i d) {
-  const __m256i ab = _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
-  const __m256i cd = _mm256_add_epi32(_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
+// Half of a transposition: sums of neighbours of a and of b, by turns.
+inline __m256i fold(__m256i a, __m256i b) {
+  return _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+}
+
+inline __m256 fold(__m256 a, __m256 b) { return _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)); }
+
+// The other half: the sums of 4 vectors from two folded pairs.
+inline __m128i sum_of_each4(__m256i ab, __m256i cd) {
   const __m256i all = _mm256_add_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
   return _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
 }
 
-inline __m128 sum_of_each4(__m256 a, __m256 b, __m256 c, __m256 d) {
-  const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
-  const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+inline __m128 sum_of_each4(__m256 ab, __m256 cd) {
   const __m256 all = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
   return _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
 }
 
-inline void prefetch_row(const std::uint8_t* row, int row_bytes) {
-  for (int offset = 0; offset + 16 < row_bytes; offset += 64) {
-    _mm_prefetch(reinterpret_cast<const char*>(row + offset), _MM_HINT_T0);
-  }
-}
-
-// Scores of kRows rows against the keys of a chunk, up to a multiple of 4.
+// Scores of kRows rows against the keys of a chunk, up to a multiple of 4. Two keys at a time: a row's vector is loaded
+// once for both.
 template <int kRows>
-void score_int8(const Buffers& b, int first_row, const std::uint8_t* const* rows, int count, int head_dim,
-                const float* key_scales, StripChunk& chunk) {
-  const std::int16_t* const queries = b.queries + first_row * head_dim;
-  for (int key = 0; key < count; key += 4) {
-    __m128 scores[kRows];
-#pragma GCC unroll 3
-    for (int r = 0; r < kRows; ++r) {
-      scores[r] = _mm_setzero_ps();
-    }
-    for (int group = 0; group * kKvGroup < head_dim; ++group) {
-      const int last = head_dim < (group + 1) * kKvGroup ? head_dim : (group + 1) * kKvGroup;
-      __m256i sums[kRows][4];
-#pragma GCC unroll 3
-      for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) {
-          sums[r][i] = _mm256_setzero_si256();
-        }
-      }
-      for (int d = group * kKvGroup; d < last; d += 16) {
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) {
-          const __m256i codes = load_codes(rows[key + i] + d);
-#pragma GCC unroll 3
-          for (int r = 0; r < kRows; ++r) {
-            sums[r][i] = _mm256_add_epi32(sums[r][i], _mm256_madd_epi16(codes, load(queries + r * head_dim + d)));
+[[gnu::noinline]] void score_int8(const std::int16_t* queries, const std::uint8_t* const* rows, int count, int head_dim,
+                                  const float* key_scales, float* scores) {
+  for (int first = 0; first < head_dim; first += kKvGroup, key_scales += kChunk) {
+    const int last = head_dim < first + kKvGroup ? head_dim : first + kKvGroup;
+    for (int key = 0; key < count; key += 4) {
+      __m256i folded[kRows][2];
+      unroll<2>([&](auto half) __attribute__((always_inline)) {
+        const std::uint8_t* const one = rows[key + 2 * half()];
+        const std::uint8_t* const two = rows[key + 2 * half() + 1];
+        __m256i sums[kRows][2];
+        const auto step = [&](int d, auto is_first) __attribute__((always_inline)) {
+          const __m256i a = load_codes(one + d);
+          const __m256i b = load_codes(two + d);
+          unroll<kRows>([&](auto r) __attribute__((always_inline)) {
+            const __m256i q = load(queries + r() * head_dim + d);
+            if constexpr (is_first()) {
+              sums[r()][0] = _mm256_madd_epi16(a, q);
+              sums[r()][1] = _mm256_madd_epi16(b, q);
+            } else {
+              add_in_place(sums[r()][0], _mm256_madd_epi16(a, q));
+              add_in_place(sums[r()][1], _mm256_madd_epi16(b, q));
+            }
+          });
+        };
+        step(first, std::true_type{});
+        if (last - first == kKvGroup) {
+          step(first + 16, std::false_type{});
+          step(first + 32, std::false_type{});
+          step(first + 48, std::false_type{});
+        } else {
+          for (int d = first + 16; d < last; d += 16) {
+            step(d, std::false_type{});
           }
         }
-      }
-      const __m128 scale = _mm_load_ps(key_scales + group * kChunk + key);
-#pragma GCC unroll 3
-      for (int r = 0; r < kRows; ++r) {
-        const __m128 sum = _mm_cvtepi32_ps(sum_of_each4(sums[r][0], sums[r][1], sums[r][2], sums[r][3]));
-        scores[r] = _mm_fmadd_ps(sum, scale, scores[r]);
-      }
-    }
-#pragma GCC unroll 3
-    for (int r = 0; r < kRows; ++r) {
-      _mm_store_ps(&chunk.scores[first_row + r][key], scores[r]);
+        unroll<kRows>([&](auto r)
+                          __attribute__((always_inline)) { folded[r()][half()] = fold(sums[r()][0], sums[r()][1]); });
+      });
+      const __m128 scale = _mm_load_ps(key_scales + key);
+      unroll<kRows>([&](auto r) __attribute__((always_inline)) {
+        float* const to = scores + r() * kChunk + key;
+        const __m128 sum = _mm_cvtepi32_ps(sum_of_each4(folded[r()][0], folded[r()][1]));
+        _mm_store_ps(to, first == 0 ? _mm_mul_ps(sum, scale) : _mm_fmadd_ps(sum, scale, _mm_load_ps(to)));
+      });
     }
   }
 }
@@ -113,142 +117,137 @@ inline void widen(__m256i x, __m256& even, __m256& odd) {
 }
 
 template <int kRows>
-void score_raw16(const Buffers& b, int first_row, const std::uint8_t* const* rows, int count, int head_dim,
-                 StripChunk& chunk) {
-  const float* const queries = b.float_queries + first_row * head_dim;
+[[gnu::noinline]] void score_raw16(const float* queries, const std::uint8_t* const* rows, int count, int head_dim,
+                                   float* scores) {
   for (int key = 0; key < count; key += 4) {
-    __m256 sums[kRows][4];
-#pragma GCC unroll 3
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        sums[r][i] = _mm256_setzero_ps();
+    __m256 folded[kRows][2];
+    unroll<2>([&](auto half) __attribute__((always_inline)) {
+      const std::uint8_t* const one = rows[key + 2 * half()];
+      const std::uint8_t* const two = rows[key + 2 * half() + 1];
+      __m256 sums[kRows][4];  // of even and odd values apart: enough sums to hide the latency of an FMA
+      unroll<kRows>([&](auto r) __attribute__((always_inline)) {
+        unroll<4>([&](auto i) __attribute__((always_inline)) { sums[r()][i()] = _mm256_setzero_ps(); });
+      });
+      for (int d = 0; d < head_dim; d += 16) {
+        __m256 even[2];
+        __m256 odd[2];
+        widen(load(one + 2 * d), even[0], odd[0]);
+        widen(load(two + 2 * d), even[1], odd[1]);
+        unroll<kRows>([&](auto r) __attribute__((always_inline)) {
+          const __m256 q = _mm256_load_ps(queries + r() * head_dim + d);
+          add_in_place(sums[r()][0], even[0], q);
+          add_in_place(sums[r()][1], even[1], q);
+        });
+        unroll<kRows>([&](auto r) __attribute__((always_inline)) {
+          const __m256 q = _mm256_load_ps(queries + r() * head_dim + d + 8);
+          add_in_place(sums[r()][2], odd[0], q);
+          add_in_place(sums[r()][3], odd[1], q);
+        });
       }
-    }
-    for (int d = 0; d < head_dim; d += 16) {
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        __m256 even;
-        __m256 odd;
-        widen(load(rows[key + i] + 2 * d), even, odd);
-#pragma GCC unroll 3
-        for (int r = 0; r < kRows; ++r) {
-          sums[r][i] = _mm256_fmadd_ps(even, _mm256_load_ps(queries + r * head_dim + d), sums[r][i]);
-          sums[r][i] = _mm256_fmadd_ps(odd, _mm256_load_ps(queries + r * head_dim + d + 8), sums[r][i]);
-        }
-      }
-    }
-#pragma GCC unroll 3
-    for (int r = 0; r < kRows; ++r) {
-      _mm_store_ps(&chunk.scores[first_row + r][key], sum_of_each4(sums[r][0], sums[r][1], sums[r][2], sums[r][3]));
-    }
+      unroll<kRows>([&](auto r) __attribute__((always_inline)) {
+        folded[r()][half()] =
+            fold(_mm256_add_ps(sums[r()][0], sums[r()][2]), _mm256_add_ps(sums[r()][1], sums[r()][3]));
+      });
+    });
+    unroll<kRows>([&](auto r) __attribute__((always_inline)) {
+      _mm_store_ps(scores + r() * kChunk + key, sum_of_each4(folded[r()][0], folded[r()][1]));
+    });
   }
 }
 
-// Adds a chunk's weighted values to the sums of kRows rows.
+// Adds a chunk's weighted values to the sums of kRows rows, 16 values at a time.
 template <int kRows>
-void add_int8(const Buffers& b, int first_row, const std::uint8_t* const* rows, int count, int head_dim,
-              const float* undo, const StripChunk& chunk) {
-  for (int d = 0; d < head_dim; d += 32) {
+[[gnu::noinline]] void add_int8(float* all_sums, const std::uint8_t* const* rows, int count, int head_dim,
+                                const float* undo, const StripChunk& chunk, int first_row) {
+  for (int d = 0; d < head_dim; d += 16) {
     const int group = d / kKvGroup;
     const std::int16_t* const weights = &chunk.weights[group][first_row][0];
-    __m256i sums[kRows][4];
-#pragma GCC unroll 3
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        sums[r][i] = _mm256_setzero_si256();
-      }
-    }
+    __m256i sums[kRows][2];
+    unroll<kRows>([&](auto r) __attribute__((always_inline)) {
+      sums[r()][0] = _mm256_setzero_si256();
+      sums[r()][1] = _mm256_setzero_si256();
+    });
     for (int key = 0; key < count; key += 2) {
-      __m256i pairs[kRows];
-#pragma GCC unroll 3
-      for (int r = 0; r < kRows; ++r) {
+      __m256i low;
+      __m256i high;
+      pair_codes(rows[key] + d, rows[key + 1] + d, low, high);
+      unroll<kRows>([&](auto r) __attribute__((always_inline)) {
         std::int32_t pair;
-        __builtin_memcpy(&pair, weights + r * kChunk + key, sizeof(pair));
-        pairs[r] = _mm256_set1_epi32(pair);
-      }
-#pragma GCC unroll 2
-      for (int i = 0; i < 2; ++i) {
-        const __m256i one = load_codes(rows[key] + d + 16 * i);
-        const __m256i two = load_codes(rows[key + 1] + d + 16 * i);
-        const __m256i even = _mm256_blend_epi16(one, _mm256_slli_epi32(two, 16), 0xaa);
-        const __m256i odd = _mm256_blend_epi16(_mm256_srli_epi32(one, 16), two, 0xaa);
-#pragma GCC unroll 3
-        for (int r = 0; r < kRows; ++r) {
-          sums[r][2 * i] = _mm256_add_epi32(sums[r][2 * i], _mm256_madd_epi16(even, pairs[r]));
-          sums[r][2 * i + 1] = _mm256_add_epi32(sums[r][2 * i + 1], _mm256_madd_epi16(odd, pairs[r]));
-        }
-      }
+        __builtin_memcpy(&pair, weights + r() * kChunk + key, sizeof(pair));
+        const __m256i weight = _mm256_set1_epi32(pair);
+        add_in_place(sums[r()][0], _mm256_madd_epi16(low, weight));
+        add_in_place(sums[r()][1], _mm256_madd_epi16(high, weight));
+      });
     }
-#pragma GCC unroll 3
-    for (int r = 0; r < kRows; ++r) {
-      const __m256 shrink = _mm256_set1_ps(chunk.old_factor[first_row + r]);
-      const __m256 scale = _mm256_set1_ps(chunk.new_factor[first_row + r] * undo[group]);
-      float* const to = b.sums + (first_row + r) * head_dim + d;
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        const __m256 old = _mm256_mul_ps(_mm256_load_ps(to + 8 * i), shrink);
-        _mm256_store_ps(to + 8 * i, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[r][i]), scale, old));
-      }
-    }
+    unroll<kRows>([&](auto r) __attribute__((always_inline)) {
+      const __m256 shrink = _mm256_set1_ps(chunk.old_factor[first_row + r()]);
+      const __m256 scale = _mm256_set1_ps(chunk.new_factor[first_row + r()] * undo[group]);
+      unroll<2>([&](auto i) __attribute__((always_inline)) {
+        float* const to = all_sums + r() * head_dim + d + 8 * i();
+        const __m256 old = _mm256_mul_ps(_mm256_load_ps(to), shrink);
+        _mm256_store_ps(to, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[r()][i()]), scale, old));
+      });
+    });
   }
+}
+
+// The same from bfloat16, 16 * kBlocks values at a time: enough sums to hide the latency of an FMA.
+template <int kRows, int kBlocks>
+inline void add_raw16_blocks(float* all_sums, const std::uint8_t* const* rows, int count, int head_dim, int d,
+                             const StripChunk& chunk, int first_row) {
+  __m256 sums[kRows][2 * kBlocks];
+  unroll<kRows>([&](auto r) __attribute__((always_inline)) {
+    const __m256 shrink = _mm256_set1_ps(chunk.old_factor[first_row + r()]);
+    unroll<2 * kBlocks>([&](auto i) __attribute__((always_inline)) {
+      sums[r()][i()] = _mm256_mul_ps(shrink, _mm256_load_ps(all_sums + r() * head_dim + d + 8 * i()));
+    });
+  });
+  const float* const weights = &chunk.scores[first_row][0];
+  for (int key = 0; key < count; ++key) {
+    unroll<kBlocks>([&](auto i) __attribute__((always_inline)) {
+      __m256 even;
+      __m256 odd;
+      widen(load(rows[key] + 2 * (d + 16 * i())), even, odd);
+      unroll<kRows>([&](auto r) __attribute__((always_inline)) {
+        // Not kept for the next block: no register is left for it.
+        __m256 weight;
+        asm volatile("vbroadcastss %1, %0" : "=x"(weight) : "m"(weights[r() * kChunk + key]));
+        add_in_place(sums[r()][2 * i()], even, weight);
+        add_in_place(sums[r()][2 * i() + 1], odd, weight);
+      });
+    });
+  }
+  unroll<kRows>([&](auto r) __attribute__((always_inline)) {
+    unroll<2 * kBlocks>([&](auto i) __attribute__((always_inline)) {
+      _mm256_store_ps(all_sums + r() * head_dim + d + 8 * i(), sums[r()][i()]);
+    });
+  });
 }
 
 template <int kRows>
-void add_raw16(const Buffers& b, int first_row, const std::uint8_t* const* rows, int count, int head_dim,
-               const StripChunk& chunk) {
-  for (int d = 0; d < head_dim; d += 32) {
-    __m256 sums[kRows][4];
-#pragma GCC unroll 3
-    for (int r = 0; r < kRows; ++r) {
-      const __m256 shrink = _mm256_set1_ps(chunk.old_factor[first_row + r]);
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        sums[r][i] = _mm256_mul_ps(shrink, _mm256_load_ps(b.sums + (first_row + r) * head_dim + d + 8 * i));
-      }
-    }
-    for (int key = 0; key < count; ++key) {
-      __m256 weights[kRows];
-#pragma GCC unroll 3
-      for (int r = 0; r < kRows; ++r) {
-        weights[r] = _mm256_broadcast_ss(&chunk.scores[first_row + r][key]);
-      }
-#pragma GCC unroll 2
-      for (int i = 0; i < 2; ++i) {
-        __m256 even;
-        __m256 odd;
-        widen(load(rows[key] + 2 * (d + 16 * i)), even, odd);
-#pragma GCC unroll 3
-        for (int r = 0; r < kRows; ++r) {
-          sums[r][2 * i] = _mm256_fmadd_ps(even, weights[r], sums[r][2 * i]);
-          sums[r][2 * i + 1] = _mm256_fmadd_ps(odd, weights[r], sums[r][2 * i + 1]);
-        }
-      }
-    }
-#pragma GCC unroll 3
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        _mm256_store_ps(b.sums + (first_row + r) * head_dim + d + 8 * i, sums[r][i]);
-      }
-    }
+[[gnu::noinline]] void add_raw16(float* all_sums, const std::uint8_t* const* rows, int count, int head_dim,
+                                 const StripChunk& chunk, int first_row) {
+  constexpr int kBlocks = kRows <= 3 ? 2 : 1;
+  int d = 0;
+  for (; d + 16 * kBlocks <= head_dim; d += 16 * kBlocks) {
+    add_raw16_blocks<kRows, kBlocks>(all_sums, rows, count, head_dim, d, chunk, first_row);
+  }
+  if (d < head_dim) {
+    add_raw16_blocks<kRows, 1>(all_sums, rows, count, head_dim, d, chunk, first_row);
   }
 }
 
-// Calls body with a constant 1, 2 or 3 and the first row, until all rows had their turn: passes as equal as can be.
-template <typename Body>
+// Calls body with a constant number of rows up to kMost and the first row, until all rows had their turn: passes as
+// equal as can be.
+template <int kMost, typename Body>
 inline void for_passes(int num_rows, Body&& body) {
   for (int first = 0, left = num_rows; left > 0;) {
-    const int passes = ceil_div(left, kMaxPass);
-    const int rows = ceil_div(left, passes);
-    if (rows == 3) {
-      body(std::integral_constant<int, 3>{}, first);
-    } else if (rows == 2) {
-      body(std::integral_constant<int, 2>{}, first);
-    } else {
-      body(std::integral_constant<int, 1>{}, first);
-    }
+    const int rows = ceil_div(left, ceil_div(left, kMost));
+    unroll<kMost>([&](auto i) __attribute__((always_inline)) {
+      if (rows == i() + 1) {
+        body(std::integral_constant<int, i() + 1>{}, first);
+      }
+    });
     first += rows;
     left -= rows;
   }
@@ -319,7 +318,7 @@ void attention_stream_avx2(const AttentionShape& shape, const AttentionItem& ite
   StripChunk chunk;
   ChunkRows located[2];
   const auto chunk_end = [&](int begin) { return begin + kChunk < item.key_end ? begin + kChunk : item.key_end; };
-  locate_rows(layout, item, layer, item.key_begin, chunk_end(item.key_begin), located[0]);
+  locate_rows<false>(layout, item, layer, item.key_begin, chunk_end(item.key_begin), located[0]);
   int current = 0;
   for (int begin = item.key_begin; begin < item.key_end; begin += kChunk, current ^= 1) {
     const int count = chunk_end(begin) - begin;
@@ -328,11 +327,7 @@ void attention_stream_avx2(const AttentionShape& shape, const AttentionItem& ite
     const int next_begin = begin + kChunk;
     if (next_begin < item.key_end) {
       ChunkRows& next = located[current ^ 1];
-      locate_rows(layout, item, layer, next_begin, chunk_end(next_begin), next);
-      for (int i = 0; i < chunk_end(next_begin) - next_begin; ++i) {
-        prefetch_row(next.k[i], layout.row_bytes);
-        prefetch_row(next.v[i], layout.row_bytes);
-      }
+      locate_rows<true>(layout, item, layer, next_begin, chunk_end(next_begin), next);
     }
     const Seen seen = see(b.positions, num_rows, shape.window, begin, count, chunk);
     if (seen.last <= seen.first) {
@@ -344,12 +339,15 @@ void attention_stream_avx2(const AttentionShape& shape, const AttentionItem& ite
         load_scales(here.v, count, head_dim, g, value_factors + g * kChunk);
         undo[g] = normalise_scales(value_factors + g * kChunk, padded_count);
       }
-      for_passes(num_rows, [&](auto pass, int first) {
-        score_int8<pass()>(b, first, here.k, padded_count, head_dim, key_scales, chunk);
+      for_passes<kScorePass>(num_rows, [&](auto pass, int first) {
+        score_int8<pass()>(b.queries + first * head_dim, here.k, padded_count, head_dim, key_scales,
+                           &chunk.scores[first][0]);
       });
     } else {
-      for_passes(num_rows,
-                 [&](auto pass, int first) { score_raw16<pass()>(b, first, here.k, padded_count, head_dim, chunk); });
+      for_passes<kScorePass>(num_rows, [&](auto pass, int first) {
+        score_raw16<pass()>(b.float_queries + first * head_dim, here.k, padded_count, head_dim,
+                            &chunk.scores[first][0]);
+      });
     }
     const float* chunk_factor = factor;
     alignas(32) float ones[kLanes];
@@ -368,15 +366,18 @@ void attention_stream_avx2(const AttentionShape& shape, const AttentionItem& ite
         softmax_chunk<Weights::kFixed15, false>(state, chunk, num_rows, vectors, chunk_factor, value_factors,
                                                 num_groups);
       }
-      for_passes(num_rows,
-                 [&](auto pass, int first) { add_int8<pass()>(b, first, here.v, count, head_dim, undo, chunk); });
+      for_passes<kAddPass>(num_rows, [&](auto pass, int first) {
+        add_int8<pass()>(b.sums + first * head_dim, here.v, count, head_dim, undo, chunk, first);
+      });
     } else {
       if (masked) {
         softmax_chunk<Weights::kFloat, true>(state, chunk, num_rows, vectors, chunk_factor, nullptr, 1);
       } else {
         softmax_chunk<Weights::kFloat, false>(state, chunk, num_rows, vectors, chunk_factor, nullptr, 1);
       }
-      for_passes(num_rows, [&](auto pass, int first) { add_raw16<pass()>(b, first, here.v, count, head_dim, chunk); });
+      for_passes<kAddPass>(num_rows, [&](auto pass, int first) {
+        add_raw16<pass()>(b.sums + first * head_dim, here.v, count, head_dim, chunk, first);
+      });
     }
   }
   for (int row = 0; row < num_rows; ++row) {

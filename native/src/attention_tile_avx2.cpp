@@ -38,7 +38,7 @@ struct Strip {
 struct Buffers {
   std::int16_t* queries;  // (rows, padded)
   float* float_queries;   // (rows, padded), filled when a tile needs it
-  float* sums;            // (rows, padded), blocks of 16: even values, odd values
+  float* sums;            // (rows, padded), blocks of 16: raw16's even values, then the odd ones
   Strip* strips;
   std::int32_t* positions;  // of each stacked row
   std::int16_t* keys;       // the tile; float32 [key / 16][d][16] where needed
@@ -230,42 +230,49 @@ void pack_values_int8(const std::uint8_t* const* rows, int count, int padded, st
   for (int d = 0; d < padded; d += 16) {
     std::int16_t* to = values + static_cast<std::ptrdiff_t>(d / 16) * (kChunk / 2) * 32;
     for (int key = 0; key < count; key += 2, to += 32) {
-      const __m256i a = load_codes(rows[key] + d);
-      const __m256i b = load_codes(rows[key + 1] + d);
-      store(to, join(a, b));
-      store(to + 16, _mm256_blend_epi16(_mm256_srli_epi32(a, 16), b, 0xaa));
+      __m256i first;
+      __m256i last;
+      pair_codes(rows[key] + d, rows[key + 1] + d, first, last);
+      store(to, first);
+      store(to + 16, last);
     }
   }
 }
 
 // kRows rows of pairs against 16 columns of pairs, [pairs][16][2]; `finish(row, column / 8, sums)` takes the sums. Each
-// step loads 2 vectors and broadcasts kRows pairs for 2 * kRows products; the sums stay in registers.
+// step loads 2 vectors and broadcasts kRows pairs for 2 * kRows products; the sums stay in registers. The number of
+// pairs is a multiple of 4.
 template <int kRows, typename Finish>
-inline void multiply(const std::int16_t* rows, std::ptrdiff_t stride, const std::int16_t* columns, int pairs,
-                     Finish&& finish) {
+[[gnu::always_inline]] inline void multiply(const std::int16_t* rows, std::ptrdiff_t stride,
+                                            const std::int16_t* columns, int pairs, Finish&& finish) {
   __m256i sums[kRows][2];
-#pragma GCC unroll 6
-  for (int r = 0; r < kRows; ++r) {
-    sums[r][0] = _mm256_setzero_si256();
-    sums[r][1] = _mm256_setzero_si256();
-  }
-  for (int p = 0; p < pairs; ++p) {
+  const auto step = [&](int p, auto is_first) __attribute__((always_inline)) {
     const __m256i c0 = load(columns + p * 32);
     const __m256i c1 = load(columns + p * 32 + 16);
-#pragma GCC unroll 6
-    for (int r = 0; r < kRows; ++r) {
+    unroll<kRows>([&](auto r) __attribute__((always_inline)) {
       std::int32_t pair;
-      __builtin_memcpy(&pair, rows + r * stride + 2 * p, sizeof(pair));
+      __builtin_memcpy(&pair, rows + r() * stride + 2 * p, sizeof(pair));
       const __m256i b = _mm256_set1_epi32(pair);
-      sums[r][0] = _mm256_add_epi32(sums[r][0], _mm256_madd_epi16(b, c0));
-      sums[r][1] = _mm256_add_epi32(sums[r][1], _mm256_madd_epi16(b, c1));
-    }
+      if constexpr (is_first()) {
+        sums[r()][0] = _mm256_madd_epi16(b, c0);
+        sums[r()][1] = _mm256_madd_epi16(b, c1);
+      } else {
+        add_in_place(sums[r()][0], _mm256_madd_epi16(b, c0));
+        add_in_place(sums[r()][1], _mm256_madd_epi16(b, c1));
+      }
+    });
+  };
+  step(0, std::true_type{});
+  step(1, std::false_type{});
+  step(2, std::false_type{});
+  step(3, std::false_type{});
+  for (int p = 4; p < pairs; p += 4) {
+    unroll<4>([&](auto i) __attribute__((always_inline)) { step(p + i(), std::false_type{}); });
   }
-#pragma GCC unroll 6
-  for (int r = 0; r < kRows; ++r) {
-    finish(r, 0, sums[r][0]);
-    finish(r, 1, sums[r][1]);
-  }
+  unroll<kRows>([&](auto r) __attribute__((always_inline)) {
+    finish(r(), 0, sums[r()][0]);
+    finish(r(), 1, sums[r()][1]);
+  });
 }
 
 // The same in float32: columns are [depth][16].
@@ -277,14 +284,15 @@ inline void multiply(const float* rows, std::ptrdiff_t stride, const float* colu
     sums[r][0] = _mm256_setzero_ps();
     sums[r][1] = _mm256_setzero_ps();
   }
+#pragma GCC unroll 2
   for (int d = 0; d < depth; ++d) {
     const __m256 c0 = _mm256_loadu_ps(columns + d * 16);
     const __m256 c1 = _mm256_loadu_ps(columns + d * 16 + 8);
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) {
       const __m256 b = _mm256_broadcast_ss(rows + r * stride + d);
-      sums[r][0] = _mm256_fmadd_ps(b, c0, sums[r][0]);
-      sums[r][1] = _mm256_fmadd_ps(b, c1, sums[r][1]);
+      add_in_place(sums[r][0], b, c0);
+      add_in_place(sums[r][1], b, c1);
     }
   }
 #pragma GCC unroll 6
@@ -477,7 +485,7 @@ void attention_tile_avx2(const AttentionShape& shape, const AttentionItem& item,
   for (int begin = item.key_begin; begin < item.key_end; begin += kChunk) {
     const int count = item.key_end - begin < kChunk ? item.key_end - begin : kChunk;
     const int padded_count = round_up(count, 16);
-    locate_rows(layout, item, layer, begin, begin + count, chunk_rows);
+    locate_rows<false>(layout, item, layer, begin, begin + count, chunk_rows);
     if (is_int8) {
       for (int g = 0; g < tile.num_groups; ++g) {
         load_scales(chunk_rows.k, count, head_dim, g, b.key_scales + g * kChunk);

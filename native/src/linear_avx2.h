@@ -22,7 +22,7 @@ inline constexpr int kPanel = 16;
 inline constexpr int kTileRows = 6;
 inline constexpr int kRowBlock = 96;   // rows that share one read of the weights
 inline constexpr int kItemPanels = 8;  // of one item with more rows than a tile: their sums must stay cached
-inline constexpr int kCutBytes = 16384;
+inline constexpr int kCutBytes = 32768;
 // How far ahead a single tile fetches the weights it streams.
 inline constexpr int kAheadBytes = 2048;
 
@@ -221,7 +221,7 @@ struct Ahead {
 
   KVIST_INLINE void fetch_unit() {
     unroll<kLines>([&](auto) KVIST_LAMBDA {
-      _mm_prefetch(reinterpret_cast<const char*>(next), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(next), _MM_HINT_T1);
       next += step;
     });
   }
@@ -233,7 +233,7 @@ struct Ahead {
 //   kHeaderBytes, kUnitBytes
 //   tile(height, row, first_unit, units, packed, ahead, resume, sums): adds the products of units of `height` rows from
 //       `row` to sums[height][16] or, if not `resume`, sets them
-//   finish(panel, data, rows, sums): the epilogue of one panel
+//   finish(panel, data, rows, sums): the epilogue of some rows of one panel
 template <typename Kernel, typename Sum>
 static KVIST_INLINE void run_panels(const Kernel& kernel, const std::uint8_t* packed, std::size_t panel_bytes, int units,
                                     Range panels, Range rows, Sum* scratch) {
@@ -260,9 +260,9 @@ static KVIST_INLINE void run_panels(const Kernel& kernel, const std::uint8_t* pa
         const int height = count - row < kTileRows ? count - row : kTileRows;
         kernel.tile(height, rows.first + row, first_unit, cut, units_data, ahead, resume, sums + row * kPanel);
         ahead.next += cut * AheadUnit::kLines * ahead.step;
-      }
-      if (first_unit + cut == units) {
-        kernel.finish(panel, data, rows, sums);
+        if (first_unit + cut == units) {
+          kernel.finish(panel, data, Range{rows.first + row, rows.first + row + height}, sums + row * kPanel);
+        }
       }
     }
   }

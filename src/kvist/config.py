@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvist.errors import ConfigError
-from kvist.spec import CODEC_BITS
+from kvist.spec import CODEC_BITS, DTYPE_BYTES, WEIGHT_BITS
 from kvist.typecheck import mismatch
 
 MAX_THREADS = 1024
@@ -41,8 +41,18 @@ class ModelConfig:
     model: str = option(
         "smollm2-135m", "known name (kvist pull --list), hub id, folder, or .gguf file"
     )
+    weights: str = option(
+        "auto",
+        "format of the weights in the native kernels; auto: int8, or torch where there are no such kernels",
+        choices=("auto", *WEIGHT_BITS),
+    )
     dtype: str = option(
-        "auto", "precision of weights and activations", choices=("auto", "float32", "bfloat16")
+        "auto",
+        "compute in torch instead, with weights and activations of this precision",
+        choices=("auto", *DTYPE_BYTES),
+    )
+    weight_cache: str = option(
+        "on", "keep packed weights on disk, so that the next start is fast", choices=("on", "off")
     )
     max_context: int | None = option(
         None, "tokens per request at most, prompt and output; default: the model's own limit"
@@ -60,6 +70,9 @@ class CacheConfig:
     block_size: int = option(64, "tokens per block")
     kv_cache_dtype: str = option("auto", "codec of KV blocks", choices=("auto", *CODEC_BITS))
     prefix_cache: str = option("on", "reuse the blocks of equal prefixes", choices=("on", "off"))
+    explain_blocks: int = option(
+        32768, "blocks remembered after they left the cache, so that misses can be explained"
+    )
     kv_cache: str = option(
         "on",
         "off: keep no K and V at all and recompute everything for every token",
@@ -98,6 +111,7 @@ class EngineConfig:
             check_choices(group)
             _check_types(group)
         _check_at_least(self.cache.block_size, 1, "--block-size")
+        _check_at_least(self.cache.explain_blocks, 0, "--explain-blocks")
         _check_at_least(self.scheduler.max_batch_tokens, 1, "--max-batch-tokens")
         _check_at_least(self.scheduler.max_running, 1, "--max-running")
         _check_at_least(self.scheduler.max_queue, 1, "--max-queue")

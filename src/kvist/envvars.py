@@ -50,6 +50,15 @@ def bench_folder() -> Path:
     return _cache_folder() / "kvist" / "bench"
 
 
+def packed_folder() -> Path:
+    """Return the absolute path of the folder for packed weights of models that lie in folders not to be written to.
+
+    Raises:
+        ConfigError: XDG_CACHE_HOME is relative, or it is not set and there is no home folder.
+    """
+    return _cache_folder() / "kvist" / "packed"
+
+
 def child_environment(**changes: str) -> dict[str, str]:
     """Return the environment for a subprocess: this process's own, with ``changes`` on top."""
     return {**os.environ, **changes}

@@ -15,29 +15,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvist.errors import ConfigError
+from kvist.kernels import native
 from kvist.model.spec_readers import read_spec
-from kvist.spec import GIB, KVSpec, ModelSpec
+from kvist.spec import (
+    DTYPE_BYTES,
+    GIB,
+    KVSpec,
+    ModelSpec,
+    native_weight_bytes,
+    why_not_native,
+)
 
 if TYPE_CHECKING:
-    from kvist.config import EngineConfig
+    from kvist.config import EngineConfig, ModelConfig
 
 __all__ = [
-    "DTYPE_BYTES",
     "EnginePlan",
     "Hardware",
     "MemoryEstimate",
+    "WeightFormat",
     "detect_hardware",
     "kv_spec_of",
     "memory_estimate",
     "read_spec",
     "resolve",
-    "resolve_dtype",
+    "weight_format",
 ]
 
 logger = logging.getLogger(__name__)
-
-DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2}
-"""Bytes of one weight in each compute precision."""
 
 KV_MEMORY_FRACTION = 0.5
 """Share of the memory left after the weights that KV blocks take by default. The other half is for activations, the
@@ -56,6 +61,38 @@ class Hardware:
     """Logical CPUs, >= 1: the smaller of the affinity mask and the control group's quota."""
     available_bytes: int
     """Memory that can be taken without swapping: the smaller of the system's and the control group's."""
+    isa: str | None = None
+    """Instruction set that the native kernels run in; None: there are no native kernels."""
+    why_no_isa: str = ""
+    """Why there are none, in words; empty where there are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFormat:
+    """Where the model is computed, and what its weights are kept as."""
+
+    plane: str
+    """Which kernels compute: ``native`` or ``torch``."""
+    kind: str
+    """A key of ``spec.WEIGHT_BITS`` on the native plane, of ``spec.DTYPE_BYTES`` on torch."""
+
+    @property
+    def dtype(self) -> str:
+        """Precision of activations between kernels: the native ones keep them in float32."""
+        return "float32" if self.plane == "native" else self.kind
+
+    def num_bytes(self, spec: ModelSpec) -> int:
+        """Return the bytes of the model's weights in this format."""
+        if self.plane == "native":
+            return native_weight_bytes(spec, self.kind)
+        return spec.num_parameters * DTYPE_BYTES[self.kind]
+
+
+PORTABLE_ISA = "serial"
+"""The native kernels without vector instructions: the oracle of the others."""
+TORCH_FLOAT32 = WeightFormat(plane="torch", kind="float32")
+"""What computes where nothing better does. Without AMX or AVX512-BF16 units a bfloat16 matrix product of torch on a CPU
+is about six times slower than a float32 one, so half the memory would cost most of the speed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +103,14 @@ class EnginePlan:
     """The model as the user named it."""
     vocab_size: int
     """Token ids are in [0, vocab_size)."""
+    plane: str
+    """Which kernels compute: ``native`` or ``torch``."""
+    isa: str
+    """Instruction set of the native kernels; empty on torch, which chooses by itself."""
+    weights: str
+    """Format of the weights: a key of ``spec.WEIGHT_BITS`` on the native plane, ``dtype`` on torch."""
     dtype: str
-    """Precision of weights and activations: a key of DTYPE_BYTES."""
+    """Precision of activations, a key of ``spec.DTYPE_BYTES``; float32 on the native plane."""
     codec: str
     """Format of KV blocks: a key of ``spec.CODEC_BITS``."""
     block_size: int
@@ -77,7 +120,9 @@ class EnginePlan:
     kv_bytes: int
     """Bytes of the whole pool: num_blocks times the block's bytes."""
     weight_bytes: int
-    """Bytes of the weights in ``dtype``."""
+    """Bytes of the weights, as ``WeightFormat.num_bytes`` counts them."""
+    weight_cache: bool
+    """Whether packed weights are kept on disk; nothing is packed on torch."""
     max_context_len: int
     """Tokens per request at most, prompt and output; never more than the pool holds."""
     threads: int
@@ -86,6 +131,8 @@ class EnginePlan:
     """Whether blocks are shared between requests with equal prefixes."""
     keep_kv: bool
     """False: every token recomputes the whole sequence."""
+    explain_blocks: int = 32768
+    """Blocks remembered after they left the cache."""
     schedule: str
     """Order of waiting requests."""
     max_overtakes: int
@@ -105,8 +152,11 @@ class EnginePlan:
         """Return the plan for the log: every decision, no prompt and no path beyond the model's name."""
         parts = (
             f"model={self.model}",
+            f"plane={self.plane}/{self.isa}" if self.isa else f"plane={self.plane}",
+            f"weights={self.weights}",
+            f"weight_memory={self.weight_bytes / GIB:.2f}GiB",
+            f"weight_cache={'on' if self.weight_cache else 'off'}",
             f"dtype={self.dtype}",
-            f"weights={self.weight_bytes / GIB:.2f}GiB",
             f"kv={self.codec}",
             f"kv_memory={self.kv_bytes / GIB:.2f}GiB",
             f"blocks={self.num_blocks}x{self.block_size}",
@@ -114,6 +164,7 @@ class EnginePlan:
             f"threads={self.threads}",
             f"prefix_cache={'on' if self.prefix_cache else 'off'}",
             f"kv_cache={'on' if self.keep_kv else 'off'}",
+            f"explain_blocks={self.explain_blocks}",
             f"schedule={self.schedule}",
             f"max_overtakes={self.max_overtakes}",
             f"max_batch_tokens={self.max_batch_tokens}",
@@ -161,8 +212,7 @@ class MemoryEstimate:
 def resolve(config: EngineConfig, spec: ModelSpec, hardware: Hardware) -> EnginePlan:
     """Decide everything that the configuration left open.
 
-    ``dtype`` auto is float32: without AMX or AVX512-BF16 units a bfloat16 matrix product on a CPU is about six times
-    slower than a float32 one, so half the memory would cost most of the speed. ``kv_cache_dtype`` auto is raw16.
+    ``weight_format`` says what ``weights`` and ``dtype`` come to. ``kv_cache_dtype`` auto is raw16.
 
     Without ``memory_gib`` the pool takes ``KV_MEMORY_FRACTION`` of what is available after the weights, but no more
     than ``max_running`` requests of the full context could hold. A pool smaller than one full context lowers
@@ -172,25 +222,37 @@ def resolve(config: EngineConfig, spec: ModelSpec, hardware: Hardware) -> Engine
         ConfigError: The request for a context, a memory size or a model cannot be met; the message has the numbers.
     """
     kv_spec = _kv_spec(spec, config.cache.kv_cache_dtype, config.cache.block_size)
-    dtype = resolve_dtype(config.model.dtype)
-    weight_bytes = spec.num_parameters * DTYPE_BYTES[dtype]
+    weights = weight_format(config.model, spec, kv_spec.codec, hardware)
+    weight_bytes = weights.num_bytes(spec)
     context = _requested_context(config, spec)
     num_blocks = _num_blocks(config, kv_spec, context, weight_bytes, hardware)
     max_context_len, notes = _fit_context(config, kv_spec, context, num_blocks)
+    if weights.plane == "torch" and config.model.dtype == "auto":
+        reason = hardware.why_no_isa or why_not_native(spec)
+        if hardware.isa == PORTABLE_ISA:
+            reason = "no native kernels for this CPU's instruction sets; everything runs on torch"
+        if reason:
+            logger.warning("%s", reason)
+            notes = (*notes, reason)
     keep_kv = config.cache.kv_cache == "on"
     return EnginePlan(
         model=config.model.model,
         vocab_size=spec.vocab_size,
-        dtype=dtype,
+        plane=weights.plane,
+        isa=hardware.isa or "" if weights.plane == "native" else "",
+        weights=weights.kind,
+        dtype=weights.dtype,
         codec=kv_spec.codec,
         block_size=kv_spec.block_size,
         num_blocks=num_blocks,
         kv_bytes=num_blocks * kv_spec.block_bytes,
         weight_bytes=weight_bytes,
+        weight_cache=weights.plane == "native" and config.model.weight_cache == "on",
         max_context_len=max_context_len,
         threads=config.model.threads or hardware.cpus,
         prefix_cache=keep_kv and config.cache.prefix_cache == "on",
         keep_kv=keep_kv,
+        explain_blocks=config.cache.explain_blocks,
         schedule=config.scheduler.schedule,
         max_overtakes=config.scheduler.max_overtakes,
         max_batch_tokens=config.scheduler.max_batch_tokens,
@@ -205,7 +267,7 @@ def memory_estimate(
     spec: ModelSpec,
     *,
     codec: str = "auto",
-    dtype: str = "auto",
+    weights: WeightFormat = TORCH_FLOAT32,
     context: int,
     concurrency: int,
     block_size: int,
@@ -217,13 +279,13 @@ def memory_estimate(
     Args:
         spec: The model.
         codec: As ``--kv-cache-dtype``; auto as in ``resolve``.
-        dtype: As ``--dtype``; auto as in ``resolve``.
+        weights: What ``weight_format`` returned.
         context: Tokens per request, prompt and output, >= 1.
         concurrency: Requests at once, >= 1.
         block_size: Tokens per block, >= 1.
 
     Raises:
-        ConfigError: A number is below 1, or codec or dtype is unknown.
+        ConfigError: A number is below 1, or the codec is unknown.
     """
     for name, value in (
         ("--context", context),
@@ -236,7 +298,7 @@ def memory_estimate(
     blocks = kv_spec.num_blocks_for(context)
     request_bytes = blocks * kv_spec.block_bytes
     kv_bytes = request_bytes * concurrency
-    weight_bytes = spec.num_parameters * DTYPE_BYTES[resolve_dtype(dtype)]
+    weight_bytes = weights.num_bytes(spec)
     return MemoryEstimate(
         context=context,
         concurrency=concurrency,
@@ -252,18 +314,48 @@ def memory_estimate(
     )
 
 
-def resolve_dtype(dtype: str) -> str:
-    """Return the compute precision that ``dtype`` (as ``--dtype``) means on a CPU; see ``resolve`` for why.
+def weight_format(
+    model: ModelConfig, spec: ModelSpec, codec: str, hardware: Hardware
+) -> WeightFormat:
+    """Return what ``--weights`` and ``--dtype`` come to on this machine.
+
+    Torch computes where the user set ``dtype``, where K and V are kept in float32, which the native kernels do not
+    read, and where there are no native kernels for this machine or this model; portable ones are slower than torch and
+    run only when ``weights`` asks for them. Otherwise the native kernels compute, in int8 unless ``weights`` says
+    otherwise.
+
+    Args:
+        model: What the user asked for.
+        spec: Which model it is.
+        codec: Of K and V, as ``--kv-cache-dtype``.
+        hardware: What there is.
 
     Raises:
-        ConfigError: The name is unknown.
+        ConfigError: ``weights`` names a format of the native kernels, and something else rules them out.
     """
-    resolved = "float32" if dtype == "auto" else dtype
-    if resolved not in DTYPE_BYTES:
+    why_not = hardware.why_no_isa if hardware.isa is None else why_not_native(spec)
+    if model.weights == "auto":
+        is_native_slow = hardware.isa in {None, PORTABLE_ISA}
+        if model.dtype != "auto" or codec == "float32" or is_native_slow or why_not:
+            return WeightFormat(
+                plane="torch", kind="float32" if model.dtype == "auto" else model.dtype
+            )
+        return WeightFormat(plane="native", kind="int8")
+    if model.dtype != "auto":
         raise ConfigError(
-            f"[plan] --dtype must be one of auto, {', '.join(DTYPE_BYTES)}, received {dtype!r}"
+            f"[plan] --weights {model.weights} computes in the native kernels and --dtype {model.dtype} in torch; "
+            "give one of them"
         )
-    return resolved
+    if codec == "float32":
+        raise ConfigError(
+            f"[plan] --weights {model.weights} computes in the native kernels, which do not read "
+            "--kv-cache-dtype float32; set it to raw16 or int8, or leave --weights at auto"
+        )
+    if hardware.isa is None or why_not:
+        raise ConfigError(
+            f"[plan] --weights {model.weights} needs the native kernels: {why_not}; leave it at auto"
+        )
+    return WeightFormat(plane="native", kind=model.weights)
 
 
 def kv_spec_of(plan: EnginePlan, spec: ModelSpec) -> KVSpec:
@@ -354,14 +446,14 @@ def _windowed_request_bytes(spec: ModelSpec, kv_spec: KVSpec, context: int) -> i
 def detect_hardware(
     *, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
 ) -> Hardware:
-    """Read what this process may use: affinity and quota for CPUs, free memory and the control group's limit.
+    """Read what this process may use: affinity and quota for CPUs, free memory and the control group's limit, kernels.
 
     Args:
         proc: Where procfs is mounted.
         cgroup: Where the control groups (version 1 or 2) are mounted.
 
     Raises:
-        ConfigError: The system does not say how much memory is available.
+        ConfigError: The system does not say how much memory is available, or ``KVIST_ISA`` is wrong.
     """
     affinity = len(os.sched_getaffinity(0))
     groups = _own_groups(proc, cgroup)
@@ -370,6 +462,8 @@ def detect_hardware(
     return Hardware(
         cpus=max(1, min([affinity, *quotas])),
         available_bytes=max(0, min([_system_memory(proc), *memories])),
+        isa=native.isa() if native.available() else None,
+        why_no_isa=native.why_not(),
     )
 
 

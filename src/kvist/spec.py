@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from kvist.errors import ConfigError
 
@@ -80,6 +81,18 @@ class LayerSpec:
     """Sliding window: a query attends to itself and the window - 1 positions before it; None: to all."""
 
 
+class MatrixShape(NamedTuple):
+    """Shape of one projection, ``y = x W^T``."""
+
+    num_outputs: int
+    num_inputs: int
+
+    @property
+    def num_elements(self) -> int:
+        """Weights of the matrix."""
+        return self.num_outputs * self.num_inputs
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """One decoder-only transformer, whatever its family. The forward pass is driven by this alone."""
@@ -129,18 +142,37 @@ class ModelSpec:
             raise ConfigError(msg)
 
     @property
+    def layer_matrices(self) -> tuple[MatrixShape, ...]:
+        """The projections of one layer as they are applied: queries, keys and values in one; gate and up in one."""
+        query_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return (
+            MatrixShape(query_rows + 2 * kv_rows, self.hidden_size),
+            MatrixShape(self.hidden_size, query_rows),
+            MatrixShape(2 * self.intermediate_size, self.hidden_size),
+            MatrixShape(self.hidden_size, self.intermediate_size),
+        )
+
+    @property
     def num_parameters(self) -> int:
         """Weights in all; tied embeddings are counted once."""
-        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        mlp = 3 * self.hidden_size * self.intermediate_size
+        matrices = sum(matrix.num_elements for matrix in self.layer_matrices)
         norms = self.hidden_size * (4 if self.has_post_norms else 2)
         norms += 2 * self.head_dim if self.has_qk_norm else 0
         bias = self.head_dim * (self.num_heads + 2 * self.num_kv_heads) if self.has_qkv_bias else 0
         bias += self.hidden_size if self.has_output_bias else 0
         bias += 2 * self.intermediate_size + self.hidden_size if self.has_mlp_bias else 0
         embeddings = self.vocab_size * self.hidden_size * (1 if self.has_tied_embeddings else 2)
-        return self.num_layers * (attention + mlp + norms + bias) + embeddings + self.hidden_size
+        return self.num_layers * (matrices + norms + bias) + embeddings + self.hidden_size
 
+
+DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2}
+"""Bytes of one number in each compute precision of torch."""
+
+WEIGHT_BITS: dict[str, int] = {"bf16": 16, "int8": 8, "int4": 4}
+"""Bits of one weight in each format of the native kernels, without its scales."""
+
+INT4_GROUP = 32
+"""Inputs of one output that share a scale, of 16 bits, in int4 weights. int8 weights have one of 32 bits an output."""
 
 CODEC_BITS: dict[str, int] = {"raw16": 16, "int8": 8, "float32": 32}
 """Bits of a stored K or V value in each codec, without its scales. ``raw16`` is bfloat16."""
@@ -149,12 +181,59 @@ CODEC_SCALE_GROUP: dict[str, int] = {"int8": 64}
 """Values of one position and head that share a scale of 16 bits, for codecs that have scales."""
 
 
+def native_weight_bytes(spec: ModelSpec, kind: str) -> int:
+    """Return the bytes of a model's weights in the native kernels.
+
+    Packed are the projections and the matrix of the logits, also where it is the embedding: rows are looked up in a
+    bfloat16 copy. Norms and biases are float32. Padding to cache lines is not counted.
+
+    Args:
+        spec: The model.
+        kind: A key of WEIGHT_BITS.
+    """
+    head = MatrixShape(spec.vocab_size, spec.hidden_size)
+    projections = spec.layer_matrices * spec.num_layers
+    num_embeddings = head.num_elements * (1 if spec.has_tied_embeddings else 2)
+    num_small = (
+        spec.num_parameters - num_embeddings - sum(matrix.num_elements for matrix in projections)
+    )
+    packed = sum(_packed_bytes(matrix, kind) for matrix in projections)
+    return packed + _packed_bytes(head, head_kind(kind)) + 2 * head.num_elements + 4 * num_small
+
+
+def head_kind(kind: str) -> str:
+    """Return the format of the logits' matrix when the weights are of ``kind``.
+
+    It stays at int8 under int4: its errors go straight into the probabilities of the next token.
+    """
+    return "int8" if kind == "int4" else kind
+
+
+def why_not_native(spec: ModelSpec) -> str:
+    """Return why the native kernels cannot run a model, in words; empty when they can."""
+    if spec.head_dim % 8 or spec.head_dim > 256:
+        return f"the native kernels take head dimensions that are multiples of 8 up to 256, not {spec.head_dim}"
+    if any(rope.dim != spec.head_dim for rope in spec.ropes):
+        return f"the native kernels rotate whole heads of {spec.head_dim} dimensions only"
+    return ""
+
+
+def _packed_bytes(matrix: MatrixShape, kind: str) -> int:
+    scale_bytes = {
+        "bf16": 0,
+        "int8": 4,
+        "int4": 2 * -(-matrix.num_inputs // INT4_GROUP),
+    }
+    row_bytes = -(-matrix.num_inputs * WEIGHT_BITS[kind] // 8) + scale_bytes[kind]
+    return matrix.num_outputs * row_bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVSpec:
     """Shape of one KV block: K and V of all layers for ``block_size`` positions, one contiguous byte range.
 
-    Layout: ``(L, 2, K, P, N)``, row-major, N elements of the codec for D values; index 0 of the second axis is K, index
-    1 is V (docs/formats/kv_block.md).
+    Layout: ``(L, 2, K, P, N)``, row-major, N elements of the codec for D values; index 0 of the second axis is K, 1
+    is V (docs/formats/kv_block.md).
     """
 
     num_layers: int

@@ -182,6 +182,61 @@ class TokenLogprobs:
     """The most likely alternatives, most likely first; as many as were asked for."""
 
 
+class MissReason(Enum):
+    """Why a run of prompt tokens was not taken from the cache. The value is what clients and metrics see."""
+
+    NEW_PROMPT = "new_prompt"
+    """No earlier prompt of the namespace goes on past this position."""
+    TOKENS_DIFFER = "tokens_differ"
+    """The nearest earlier prompt has other tokens from here on."""
+    EVICTED = "evicted"
+    """Computed before, and given up for room or by a reset."""
+    EXPIRED = "expired"
+    """Computed before, and given up after the time for which it was to be kept."""
+    NAMESPACE_DIFFERS = "namespace_differs"
+    """The namespace is new, or the prompt is known under another layout of the same owner's cache."""
+    MODEL_CHANGED = "model_changed"
+    """The same owner's earlier prompt was computed by other weights or with another adapter."""
+    BELOW_BLOCK_SIZE = "below_block_size"
+    """Less than a block matches, and there was no room to copy it."""
+    VERIFICATION_FAILED = "verification_failed"
+    """A block with the right identity did not hold what it should."""
+    NOT_YET_COMPUTED = "not_yet_computed"
+    """A request that runs now has these tokens and has not computed them yet."""
+    CACHE_OFF = "cache_off"
+    """The prefix cache is switched off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissSpan:
+    """Adjacent prompt positions that were not reused, for one reason."""
+
+    start: int
+    """First position."""
+    end: int
+    """Position after the last one."""
+    reason: MissReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissReport:
+    """Why the part of a prompt that could have been reused was not. The last token is always computed."""
+
+    spans: tuple[MissSpan, ...]
+    """At least one; adjacent, in order. The first begins where the reuse ended."""
+    num_common_tokens: int
+    """Length of the prefix that is shared with the nearest earlier prompt of the namespace, cached or not."""
+    expected_token_ids: tuple[TokenId, ...] = ()
+    """How that prompt went on from there, a few tokens; empty when it did not, or differs for another reason."""
+    left_s_ago: float | None = None
+    """Since the first block that is evicted or expired left the cache; None: there is none."""
+
+    @property
+    def main(self) -> MissSpan:
+        """What cost the most tokens; the first one of equals."""
+        return max(self.spans, key=lambda span: span.end - span.start)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """Tokens that one sequence cost."""
@@ -196,6 +251,10 @@ class Usage:
     """Produced, the end-of-sequence token included."""
     num_preemptions: int = 0
     """Times the sequence lost its blocks and was recomputed."""
+    num_recomputed_tokens: int = 0
+    """Subset of num_computed_tokens: positions that had been computed or cached for the sequence before."""
+    miss: MissReport | None = None
+    """Why the rest of the prompt was not reused; None: all of it but the last token was, or it never started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,6 +50,7 @@ SAMPLING = {
     "top_p": (0.5, {}, "top_p"),
 }
 ORDER = {
+    "kvist_explain": (True, {}, "answer"),
     "priority": (-3, {}, "priority"),
     "timeout_s": (2.5, {}, "deadline_s"),
 }

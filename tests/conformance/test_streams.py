@@ -348,7 +348,8 @@ def test_finished_request_is_one_log_line_without_its_text(caplog):
             ]
             assert len(lines) == 1
             assert re.search(
-                r"prompt \d+, hit 3, computed \d+, output 13 tokens; ttft \d+\.\d+ s, [\d.]+ tokens/s",
+                r"prompt \d+, hit 3, computed \d+, recomputed 0, output 13 tokens; miss: none; "
+                r"ttft \d+\.\d+ s, [\d.]+ tokens/s",
                 lines[0].getMessage(),
             )
             assert "secret" not in caplog.text

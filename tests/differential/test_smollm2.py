@@ -123,7 +123,7 @@ def test_same_as_the_generation_loop(reference, answers):
 def test_plan_is_what_the_engine_allocates(smollm2_path):
     """Weights and KV memory are within 1 % of the estimate that was made from the header alone."""
     spec = read_spec(smollm2_path)
-    config = EngineConfig.from_options(model=str(smollm2_path), memory_gib=0.25)
+    config = EngineConfig.from_options(model=str(smollm2_path), dtype="float32", memory_gib=0.25)
     plan = resolve(config, spec, Hardware(cpus=1, available_bytes=4 * GIB))
     decoder = load_decoder(smollm2_path, spec, torch.float32)
     core = assemble(plan, decoder, load_tokenizer(smollm2_path), "test")

@@ -53,7 +53,7 @@ class ByteTokenizer:
     def is_special(self, token_id: int) -> bool:
         return token_id == EOS
 
-    def apply_chat_template(self, messages, *, add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(self, messages, add_generation_prompt: bool = True) -> str:
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         return "".join(lines) + ("assistant: " if add_generation_prompt else "")
 
@@ -142,6 +142,10 @@ def make_plan(**changes) -> EnginePlan:
     values = {
         "model": "fake",
         "vocab_size": VOCAB_SIZE,
+        "plane": "torch",
+        "isa": "",
+        "weights": "float32",
+        "weight_cache": False,
         "dtype": "float32",
         "codec": "float32",
         "block_size": 4,

@@ -42,11 +42,16 @@ class FakeTokenizer:
     def is_special(self, token_id: int) -> bool:
         return token_id >= 256
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+    ) -> str:
         if messages[0]["role"] == "assistant":
             raise RequestError("[chat] the template wants a user first")
         turns = "".join(f"<{m['role']}>{m['content']}\n" for m in messages)
-        return list(f"{turns}<assistant>".encode())
+        return f"{turns}<assistant>" if add_generation_prompt else turns
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        return list(self.apply_chat_template(messages).encode())
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class FakePlan:
     max_context_len: int = 1000
     max_queue: int = 100
     vocab_size: int = VOCAB_SIZE
+    codec: str = "float32"
 
 
 @dataclass(frozen=True)

@@ -202,6 +202,7 @@ class Trace:
             block_size=block_size,
             hasher=BlockHasher(bytes(32)),
             prefix_cache=prefix_cache and keep_kv,
+            max_ghosts=64,  # every law is checked after every step, those of the ghosts too
         )
         self.scheduler = Scheduler(
             self.manager,

@@ -50,6 +50,10 @@ def tiny_plan(**changes) -> EnginePlan:
     values = {
         "model": "tiny",
         "vocab_size": IdTokenizer.vocab_size,
+        "plane": "torch",
+        "isa": "",
+        "weights": "float32",
+        "weight_cache": False,
         "dtype": "float32",
         "codec": "float32",
         "block_size": 8,

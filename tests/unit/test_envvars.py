@@ -27,6 +27,12 @@ def test_models_folder_by_precedence(monkeypatch, tmp_path):
     assert envvars.models_folder() == Path.cwd() / "relative"
 
 
+def test_packed_weights_go_into_the_cache_folder(monkeypatch, tmp_path):
+    assert envvars.packed_folder() == tmp_path / ".cache" / "kvist" / "packed"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert envvars.packed_folder() == tmp_path / "xdg" / "kvist" / "packed"
+
+
 def test_empty_xdg_cache_counts_as_unset(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     assert envvars.models_folder() == tmp_path / ".cache" / "kvist" / "models"

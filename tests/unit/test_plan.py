@@ -11,11 +11,13 @@ import pytest
 
 from kvist.config import EngineConfig
 from kvist.errors import ConfigError
+from kvist.kernels import native
 from kvist.plan import (
     KV_MEMORY_FRACTION,
     EnginePlan,
     Hardware,
     MemoryEstimate,
+    WeightFormat,
     detect_hardware,
     kv_spec_of,
     memory_estimate,
@@ -61,6 +63,8 @@ LLAMA_2_7B = make_spec(
 )
 BLOCK_BYTES = 4 * 2 * 2 * 16 * 2 * 64  # layers, K and V, heads, dims, bytes, tokens of make_spec()
 MACHINE = Hardware(cpus=3, available_bytes=GIB)
+NATIVE_MACHINE = Hardware(cpus=3, available_bytes=GIB, isa="avx2")
+BARE_MACHINE = Hardware(cpus=3, available_bytes=GIB, why_no_isa="no compiler was found")
 
 
 def plan_of(spec: ModelSpec | None = None, hardware: Hardware = MACHINE, **options) -> EnginePlan:
@@ -74,7 +78,8 @@ class TestResolve:
 
     def test_defaults_on_a_cpu(self):
         plan = plan_of()
-        assert (plan.dtype, plan.codec, plan.threads) == ("float32", "raw16", 3)
+        assert (plan.plane, plan.weights, plan.dtype) == ("torch", "float32", "float32")
+        assert (plan.codec, plan.threads) == ("raw16", 3)
         assert (plan.prefix_cache, plan.keep_kv, plan.notes) == (True, True, ())
 
     @pytest.mark.parametrize(
@@ -82,6 +87,7 @@ class TestResolve:
         [
             ("dtype", "bfloat16", "dtype"),
             ("kv_cache_dtype", "float32", "codec"),
+            ("kv_cache_dtype", "int8", "codec"),
             ("threads", 1, "threads"),
             ("max_context", 512, "max_context_len"),
             ("block_size", 16, "block_size"),
@@ -101,6 +107,101 @@ class TestResolve:
         spec = make_spec()
         assert plan_of(spec).weight_bytes == 4 * spec.num_parameters
         assert plan_of(spec, dtype="bfloat16").weight_bytes == 2 * spec.num_parameters
+
+    @pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
+    def test_weights_in_the_native_kernels_are_counted_packed(self, kind):
+        spec = make_spec(num_layers=1, intermediate_size=40, has_qkv_bias=True)
+        plan = plan_of(spec, NATIVE_MACHINE, weights=kind)
+        assert (plan.plane, plan.isa, plan.weights) == ("native", "avx2", kind)
+        assert plan.dtype == "float32"
+        # (outputs, inputs) of qkv, output, gate and up, down, logits
+        matrices = ((128, 64), (64, 64), (80, 64), (64, 40), (256, 64))
+        packed = {
+            "bf16": sum(2 * n * k for n, k in matrices),
+            "int8": sum(n * k + 4 * n for n, k in matrices),
+            # 40 inputs are one group of 32 and one of 8.
+            "int4": sum(n * k // 2 + 2 * n * (k // 32 + (k % 32 > 0)) for n, k in matrices),
+        }
+        norms_and_biases = 3 * 64 + 128
+        assert plan.weight_bytes == packed[kind] + 2 * 256 * 64 + 4 * norms_and_biases
+
+    def test_untied_embeddings_are_packed_once_and_looked_up_in_another(self):
+        spec = make_spec()
+        untied = dataclasses.replace(spec, has_tied_embeddings=False)
+        tied_plan = plan_of(spec, NATIVE_MACHINE)
+        assert plan_of(untied, NATIVE_MACHINE).weight_bytes == tied_plan.weight_bytes
+
+    def test_native_kernels_compute_in_int8_where_there_are_any(self):
+        plan = plan_of(hardware=NATIVE_MACHINE)
+        assert (plan.plane, plan.weights, plan.notes) == ("native", "int8", ())
+        assert (
+            "plane=native/avx2 weights=int8 weight_memory=0.00GiB weight_cache=on"
+            in plan.one_line()
+        )
+
+    @pytest.mark.parametrize(
+        ("machine", "options", "is_kept"),
+        [
+            (NATIVE_MACHINE, {}, True),
+            (NATIVE_MACHINE, {"weight_cache": "off"}, False),
+            (NATIVE_MACHINE, {"dtype": "float32"}, False),
+            (MACHINE, {}, False),
+        ],
+    )
+    def test_packed_weights_are_kept_unless_told_otherwise(self, machine, options, is_kept):
+        assert plan_of(hardware=machine, **options).weight_cache is is_kept
+
+    @pytest.mark.parametrize(
+        ("options", "kind"),
+        [
+            ({"dtype": "float32"}, "float32"),
+            ({"dtype": "bfloat16"}, "bfloat16"),
+            ({"kv_cache_dtype": "float32"}, "float32"),
+            ({"kv_cache_dtype": "float32", "dtype": "bfloat16"}, "bfloat16"),
+        ],
+    )
+    def test_torch_computes_what_the_native_kernels_do_not(self, options, kind):
+        plan = plan_of(hardware=NATIVE_MACHINE, **options)
+        assert (plan.plane, plan.isa, plan.weights, plan.dtype) == ("torch", "", kind, kind)
+        assert plan.notes == ()
+
+    def test_torch_instead_of_missing_kernels_is_said_once(self, caplog):
+        plan = plan_of(hardware=BARE_MACHINE)
+        assert (plan.plane, plan.weights) == ("torch", "float32")
+        assert plan.notes == ("no compiler was found",)
+        assert caplog.text.count("no compiler was found") == 1
+
+    def test_portable_kernels_run_only_when_asked_for(self):
+        portable = dataclasses.replace(NATIVE_MACHINE, isa="serial")
+        plan = plan_of(hardware=portable)
+        assert (plan.plane, plan.weights, len(plan.notes)) == ("torch", "float32", 1)
+        assert plan_of(hardware=portable, weights="int8").plane == "native"
+
+    def test_models_without_native_kernels_run_on_torch(self):
+        spec = make_spec(head_dim=20, ropes=(RopeSpec(base=1e4, dim=20),))
+        plan = plan_of(spec, NATIVE_MACHINE)
+        assert plan.plane == "torch"
+        assert "head dimensions" in plan.notes[0]
+        with pytest.raises(ConfigError, match=r"--weights int8 needs .* head dimensions"):
+            plan_of(spec, NATIVE_MACHINE, weights="int8")
+
+    def test_torch_that_was_asked_for_is_no_loss(self, caplog):
+        plan = plan_of(hardware=BARE_MACHINE, dtype="float32")
+        assert plan.notes == ()
+        assert caplog.text == ""
+
+    @pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
+    @pytest.mark.parametrize(
+        ("machine", "options", "message"),
+        [
+            (NATIVE_MACHINE, {"dtype": "float32"}, "--dtype float32 in torch; give one of them"),
+            (NATIVE_MACHINE, {"kv_cache_dtype": "float32"}, "--kv-cache-dtype float32; set it to"),
+            (BARE_MACHINE, {}, "needs the native kernels: no compiler was found; leave it at"),
+        ],
+    )
+    def test_weights_that_something_rules_out_are_refused(self, kind, machine, options, message):
+        with pytest.raises(ConfigError, match=rf"--weights {kind} .*{message}"):
+            plan_of(hardware=machine, weights=kind, **options)
 
     def test_pool_is_no_larger_than_the_running_requests_could_use(self):
         assert plan_of(max_running=3).num_blocks == 3 * (1024 // 64)
@@ -175,7 +276,8 @@ class TestMemoryEstimate:
         assert estimate.kv_bytes == 8 * GIB
         assert estimate.token_bytes == 512 * 1024
         assert estimate.num_parameters == 6_738_415_616
-        assert self.estimate(dtype="bfloat16").weight_bytes == 2 * 6_738_415_616
+        narrow = WeightFormat(plane="torch", kind="bfloat16")
+        assert self.estimate(weights=narrow).weight_bytes == 2 * 6_738_415_616
 
     def test_grouped_queries_need_their_kv_heads_only(self):
         grouped = dataclasses.replace(LLAMA_2_7B, num_kv_heads=8)
@@ -183,6 +285,7 @@ class TestMemoryEstimate:
 
     def test_codec_is_counted(self):
         assert self.estimate(codec="float32").request_bytes == 2 * GIB
+        assert self.estimate(codec="int8").request_bytes == GIB * (128 + 4) // 256
 
     def test_a_begun_block_counts_whole(self):
         assert self.estimate(context=65).request_bytes == self.estimate(context=128).request_bytes
@@ -212,10 +315,9 @@ class TestMemoryEstimate:
         with pytest.raises(ConfigError, match=rf"--{name.replace('_', '-')} must be at least 1"):
             self.estimate(**{name: 0})
 
-    @pytest.mark.parametrize(("option", "flag"), [("codec", "kv-cache-dtype"), ("dtype", "dtype")])
-    def test_refuses_unknown_formats(self, option, flag):
-        with pytest.raises(ConfigError, match=rf"'int7'|--{flag}"):
-            self.estimate(**{option: "int7"})
+    def test_refuses_unknown_codecs(self):
+        with pytest.raises(ConfigError, match="received 'int7'; set --kv-cache-dtype"):
+            self.estimate(codec="int7")
 
     def test_agrees_with_the_plan(self):
         spec = make_spec()
@@ -238,7 +340,8 @@ class TestDetectHardware:
                 path.write_text(text)
 
             def detect(self):
-                return detect_hardware(proc=self.proc, cgroup=self.cgroup)
+                hardware = detect_hardware(proc=self.proc, cgroup=self.cgroup)
+                return dataclasses.replace(hardware, isa=None, why_no_isa="")
 
         machine = Machine()
         machine.write("proc/meminfo", "MemTotal: 9000000 kB\nMemAvailable:    4000 kB\n")
@@ -278,6 +381,11 @@ class TestDetectHardware:
         machine.write("cgroup/cpu/cpu.cfs_quota_us", "-1\n")
         machine.write("cgroup/cpu/cpu.cfs_period_us", "100000\n")
         assert machine.detect().cpus == 8
+
+    def test_kernels_are_those_of_the_process(self):
+        hardware = detect_hardware()
+        assert (hardware.isa is not None) == native.available()
+        assert hardware.why_no_isa == native.why_not()
 
     def test_limit_already_exceeded_leaves_nothing(self, machine):
         machine.write("cgroup/memory.max", "1000")

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from blake3 import blake3
 
 from kvist.errors import ConfigError, RequestError
-from kvist.types import BlockHash
+from kvist.types import BlockHash, TokenId
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -132,6 +132,11 @@ class TokenChain:
         self._hashes = [hasher.root(namespace)]
 
     @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self._block_bytes // TOKEN_BYTES
+
+    @property
     def num_tokens(self) -> int:
         """Tokens in the sequence."""
         return (len(self._blocks) * self._block_bytes + len(self._tail)) // TOKEN_BYTES
@@ -185,3 +190,11 @@ def _pack(token_ids: Sequence[int]) -> bytes:
     if sys.byteorder == "big":  # pragma: no cover - no big-endian machine runs the tests
         packed.byteswap()
     return packed.tobytes()
+
+
+def unpack(tokens: bytes) -> tuple[TokenId, ...]:
+    """Return the token ids of a block, u32 little-endian."""
+    ids = array("I", tokens)
+    if sys.byteorder == "big":  # pragma: no cover - as above
+        ids.byteswap()
+    return tuple(map(TokenId, ids))

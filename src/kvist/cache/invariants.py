@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from kvist.cache.block import Block
     from kvist.cache.lease import PrefixLease
+    from kvist.cache.memory import Entry, PromptMemory
     from kvist.cache.pending import PendingIdentities
     from kvist.cache.pins import Pin
     from kvist.cache.pool import BlockPool
@@ -26,6 +27,7 @@ def check(
     pool: BlockPool,
     tree: PrefixTree,
     pending: PendingIdentities,
+    memory: PromptMemory,
     leases: Sequence[PrefixLease],
     pins: Sequence[Pin] = (),
 ) -> None:
@@ -35,6 +37,7 @@ def check(
         pool: All blocks.
         tree: What is published.
         pending: What is in flight.
+        memory: What is remembered of prompts.
         leases: All live leases.
         pins: All live pins.
 
@@ -47,6 +50,7 @@ def check(
         *_tree_shape(tree),
         *_tree_references(pool, tree),
         *_lease_paths(leases),
+        *_memory(memory, tree, leases),
     ]
     in_flight = Counter(key for lease in leases for _, key in lease.pending)
     if in_flight != pending.counts:
@@ -203,3 +207,40 @@ def _lease_paths(leases: Sequence[PrefixLease]) -> Iterator[str]:
             and lease.open_node.block is not lease.blocks[lease.num_sealed]
         ):
             yield f"the open node of {lease!r} is not its next block"
+
+
+def _memory(memory: PromptMemory, tree: PrefixTree, leases: Sequence[PrefixLease]) -> Iterator[str]:
+    entries = [entry for _, entry in memory.entries()]
+    cached = Counter(node.entry for node in tree.nodes() if node.entry is not None)
+    in_flight = Counter(entry for lease in leases for entry in lease.in_flight)
+    if not {*cached, *in_flight} <= set(entries):
+        yield "a block that is cached or in flight is not remembered"
+    for entry in entries:
+        if (entry.num_cached, entry.num_in_flight) != (cached[entry], in_flight[entry]):
+            yield f"{_describe_entry(entry)} is cached {cached[entry]} times, in flight {in_flight[entry]} times"
+    for parent in {entry.parent for entry in entries if entry.parent is not None}:
+        tokens = [child.tokens for child in parent.children]
+        if tokens != sorted(set(tokens)):
+            yield f"the blocks remembered of a namespace are not in order below {_describe_entry(parent)}"
+    for node in tree.nodes():
+        if not node.is_open and (node.entry is None or node.entry.tokens != node.tokens):
+            yield f"{_describe(node)} is not remembered by its tokens"
+    yield from _ghosts(memory, [entry for entry in entries if entry.is_idle])
+
+
+def _ghosts(memory: PromptMemory, idle: Sequence[Entry]) -> Iterator[str]:
+    if set(idle) != set(memory.ghosts) or len(idle) > memory.max_ghosts:
+        yield f"{len(idle)} entries are idle, {len(memory.ghosts)} of {memory.max_ghosts} ghosts are listed"
+    order = {entry: place for place, entry in enumerate(memory.ghosts)}
+    for entry in idle:
+        if entry.left_why is None:
+            yield f"{_describe_entry(entry)} was never computed"
+        if any(order.get(child, len(order)) > order.get(entry, -1) for child in entry.children):
+            yield f"{_describe_entry(entry)} would be forgotten before what follows it"
+
+
+def _describe_entry(entry: Entry) -> str:
+    return (
+        f"an entry of {len(entry.tokens) // 4} tokens ({entry.num_cached} cached, {entry.num_in_flight} in flight, "
+        f"{len(entry.children)} children)"
+    )

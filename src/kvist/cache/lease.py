@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from kvist.cache.block import Block
+    from kvist.cache.memory import Entry
     from kvist.cache.tree import Node
-    from kvist.types import BlockCopy, BlockId
+    from kvist.types import BlockCopy, BlockId, MissReport
 
 _logger = logging.getLogger(__name__)
 
@@ -70,7 +71,9 @@ class PrefixLease:
         "blocks",
         "can_publish",
         "copy_source",
+        "in_flight",
         "is_released",
+        "miss",
         "num_computed_tokens",
         "num_continuations",
         "num_reserved_blocks",
@@ -98,6 +101,9 @@ class PrefixLease:
         out of that plan, since the source may be allocated again by the same plan.
         """
 
+        self.miss: MissReport | None = None
+        """Why less than could have been was hit; None: nothing is missing."""
+
         # What follows is the manager's bookkeeping.
         self.blocks: list[Block] = []
         """The records of block_table."""
@@ -119,6 +125,8 @@ class PrefixLease:
         """Computed head of block num_sealed, when there is one and can_publish."""
         self.pending: deque[tuple[int, bytes]] = deque()
         """Identities it is computing, in order: (position after the last token, key)."""
+        self.in_flight: deque[Entry] = deque()
+        """What ``memory`` keeps of the blocks num_sealed and up that were known at admission."""
 
     def __repr__(self) -> str:
         state = "released" if self.is_released else "live"

@@ -41,26 +41,28 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from kvist.cache import invariants
 from kvist.cache.eviction import strategy_factory
+from kvist.cache.explain import Shortfall, explain, explain_off
 from kvist.cache.hash import TOKEN_BYTES, BlockHasher, TokenChain
 from kvist.cache.lease import PartialCopy, PrefixLease, PrefixMatch
+from kvist.cache.memory import DEFAULT_MAX_GHOSTS, PromptMemory
 from kvist.cache.pending import PendingIdentities, pending_key
 from kvist.cache.pins import Deadlines, Pin, Retention
 from kvist.cache.pool import BlockPool
 from kvist.cache.stats import CacheStats, Counters
 from kvist.cache.tree import PrefixTree
 from kvist.errors import ConfigError, InvariantViolation, NotCached, PinBudgetExceeded
-from kvist.types import BlockCopy
+from kvist.types import BlockCopy, MissReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kvist.cache.block import Block
     from kvist.cache.eviction import StrategyFactory
+    from kvist.cache.memory import Entry
     from kvist.cache.namespaces import Namespace
     from kvist.cache.tree import Node
 
@@ -79,6 +81,7 @@ class CacheManager:
         pin_fraction: Share of the pool that pins may hold at most, in [0, 1); no larger footprint than the rest is
             ever accepted.
         clock_ns: Monotonic clock in nanoseconds, for pins and TTLs.
+        max_ghosts: Blocks remembered after they left the cache, >= 0, so that misses can be explained.
 
     Raises:
         ConfigError: A size is below 1, a fraction outside its range, or the strategy unknown.
@@ -95,6 +98,7 @@ class CacheManager:
         shares: Mapping[str, float] | None = None,
         pin_fraction: float = 0.0,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
+        max_ghosts: int = DEFAULT_MAX_GHOSTS,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ConfigError(
@@ -113,6 +117,7 @@ class CacheManager:
         self._deadlines = Deadlines(clock_ns)
         self._tree = PrefixTree()
         self._pending = PendingIdentities()
+        self._memory = PromptMemory(max_ghosts, clock_ns)
         self._counters = Counters()
         # Nodes published beside one sibling by the commit that is running.
         self._forks: list[Node] = []
@@ -257,7 +262,8 @@ class CacheManager:
             would take the last block that the footprint needs, the lease does without the copy; so a footprint that
             ``can_ever_admit`` accepts is always admitted when no other lease is live.
 
-        Side effects: counts the admission; a copy's target is allocated at once, which may evict.
+        Side effects: counts the admission; a copy's target is allocated at once, which may evict. What was missed is
+            explained (``PrefixLease.miss``), and the rest of the sequence is remembered as being computed.
 
         Complexity: O(blocks of the sequence).
         """
@@ -284,6 +290,15 @@ class CacheManager:
             pool.hold(source)
         pool.num_reserved += num_new
         lease.num_reserved_blocks = num_new
+        # Before anything is evicted for it: a copy's target may take what another prompt had.
+        num_hit_tokens = lease.num_computed_tokens + (
+            0 if source is None or copy is None else copy.num_tokens
+        )
+        self._explain(
+            lease, chain, Shortfall(match, num_hit_tokens, min(match.max_hit_len, chain.num_tokens))
+        )
+        if self.prefix_cache:
+            self._begin_in_flight(lease, chain)
         if source is not None and copy is not None:
             self._begin_copy(lease, source, copy.num_tokens)
         if self.prefix_cache:
@@ -369,8 +384,13 @@ class CacheManager:
         lease.num_reserved_blocks = 0
         if lease.open_node is not None:
             self._tree.seal(lease.open_node)
+            lease.open_node.entry = self._memory.publish(
+                self._entry_above(lease.open_node), lease.open_node.tokens
+            )
             self._counters.num_partial_blocks += 1
             lease.open_node = None
+        while lease.in_flight:
+            self._memory.end(lease.in_flight.pop())
         # Tails first, so that the longest prefix survives longest (eviction inv. 1).
         for block in reversed(lease.blocks):
             if block.duplicate_of is not None:
@@ -414,6 +434,8 @@ class CacheManager:
             return None
         for block in blocks:
             self._pool.hold(block)
+        for node in nodes:
+            node.has_expired = False
         self._num_pins_of.update(blocks)
         pin = Pin(blocks, num_tokens=len(blocks) * self.block_size, deadline_ns=deadline_ns)
         self._pins.add(pin)
@@ -459,6 +481,7 @@ class CacheManager:
         nodes = self._published(chain, num_tokens)
         for node in reversed(nodes):  # deepest first (eviction inv. 1)
             node.kept_until_ns = max(node.kept_until_ns, deadline_ns)
+            node.has_expired = False
             self._queue_again(node)
         self._deadlines.add(deadline_ns, Retention(nodes))
         return len(nodes) * self.block_size
@@ -470,7 +493,7 @@ class CacheManager:
         num_dropped = self.num_evictable
         for block in self._pool.evictable:
             self._pool.withdraw(block)
-            self._drop(block)
+            self._drop(block, MissReason.EVICTED)
         self._counters.num_reset_blocks += num_dropped
         return num_dropped
 
@@ -485,7 +508,8 @@ class CacheManager:
             num_held=self.num_held,
             num_reserved=self.num_reserved,
             num_pinned=self.num_pinned,
-            **asdict(self._counters),
+            num_ghosts=len(self._memory.ghosts),
+            **self._counters.snapshot(),
         )
 
     def check_invariants(self) -> None:
@@ -497,7 +521,12 @@ class CacheManager:
         Complexity: O(blocks of the pool and of all leases).
         """
         invariants.check(
-            self._pool, self._tree, self._pending, tuple(self._leases), tuple(self._pins)
+            self._pool,
+            self._tree,
+            self._pending,
+            self._memory,
+            tuple(self._leases),
+            tuple(self._pins),
         )
 
     # --- private
@@ -531,19 +560,38 @@ class CacheManager:
         """Allocate blocks promised to the lease."""
         for _ in range(num_new):
             if self._pool.num_free == 0:
-                self._drop(self._pool.evict())
-                self._counters.num_evictions += 1
+                self._evict()
             block = self._pool.allocate(lease.tenant)
             lease.blocks.append(block)
             lease.block_table.append(block.block_id)
             lease.num_reserved_blocks -= 1
             self._pool.num_reserved -= 1
 
-    def _drop(self, block: Block) -> None:
-        """Make an evictable block, taken out of its queue, free. It must be a leaf."""
+    def _evict(self) -> None:
+        block = self._pool.evict()
         assert block.node is not None
-        self._tree.remove(block.node)
+        has_expired = block.node.has_expired
+        self._drop(block, MissReason.EXPIRED if has_expired else MissReason.EVICTED)
+        self._counters.num_evictions += 1
+        self._counters.num_expired_blocks += has_expired
+
+    def _drop(self, block: Block, why: MissReason) -> None:
+        """Make an evictable block, taken out of its queue, free. It must be a leaf."""
+        node = block.node
+        assert node is not None
+        assert node.entry is not None
+        self._memory.leave(node.entry, why)
+        self._tree.remove(node)
         self._pool.free(block)
+
+    def _supersede(self, node: Node) -> None:
+        """Free a partial block, taken out of its queue, whose tokens a sibling begins with."""
+        assert node.entry is not None
+        self._memory.supersede(node.entry)
+        block = node.block
+        self._tree.remove(node)
+        self._pool.free(block)
+        self._counters.num_superseded_blocks += 1
 
     def _unhold(self, block: Block) -> None:
         """Take one reference away; the last one decides what becomes of the block."""
@@ -556,9 +604,7 @@ class CacheManager:
             self._tree.replace(node, next(iter(node.duplicates)))
             self._pool.free(block)
         elif node.is_partial and self._tree.is_covered(node):
-            self._tree.remove(node)
-            self._pool.free(block)
-            self._counters.num_superseded_blocks += 1
+            self._supersede(node)
         else:
             self._pool.keep(block)
 
@@ -607,6 +653,7 @@ class CacheManager:
             if parent.parent is not None and len(parent.ordered) == 2:
                 self._forks.append(node)
             self._counters.num_published_blocks += 1
+            node.entry = self._memory.publish(self._entry_above(node), tokens)
         else:
             if lease.open_node is not None:
                 self._tree.remove(lease.open_node)
@@ -618,6 +665,8 @@ class CacheManager:
                 self._drop_pending(lease)
                 return False
             self._add_duplicate(node, block)
+        if lease.in_flight:
+            self._memory.end(lease.in_flight.popleft())
         lease.open_node = None
         lease.tip = node
         lease.num_sealed += 1
@@ -633,8 +682,7 @@ class CacheManager:
         superseded = self._tree.superseded_by(lease.open_node)
         if superseded is not None:
             self._pool.withdraw(superseded.block)
-            self._drop(superseded.block)
-            self._counters.num_superseded_blocks += 1
+            self._supersede(superseded)
 
     def _add_duplicate(self, node: Node, block: Block) -> None:
         """Let a block with a node's content stand for the node, or stand by when the node's own block is held."""
@@ -688,6 +736,9 @@ class CacheManager:
         for entry in self._deadlines.due(now_ns):
             if isinstance(entry, Pin):
                 self._counters.num_expired_pins += not entry.is_released
+                for block in entry.blocks:
+                    if block.node is not None and not block.node.kept_until_ns:
+                        block.node.has_expired = True
                 self.unpin(entry)
             else:
                 depths.update({node: depth for depth, node in enumerate(entry.nodes)})
@@ -696,7 +747,36 @@ class CacheManager:
             # Not when it was evicted since, or retained for longer.
             if node.block.node is node and 0 < node.kept_until_ns <= now_ns:
                 node.kept_until_ns = 0
+                node.has_expired = True
                 self._queue_again(node)
+
+    def _explain(self, lease: PrefixLease, chain: TokenChain, shortfall: Shortfall) -> None:
+        """Say why less was hit than could have been, if so, and count it."""
+        if shortfall.num_hit_tokens >= shortfall.limit:
+            return
+        if self.prefix_cache:
+            root = self._tree.roots.get(chain.namespace)
+            lease.miss = explain(self._memory, root, chain, shortfall)
+        else:
+            lease.miss = explain_off(shortfall.limit)
+        missed = self._counters.missed_tokens
+        for span in lease.miss.spans:
+            missed[span.reason.value] += span.end - span.start
+
+    def _begin_in_flight(self, lease: PrefixLease, chain: TokenChain) -> None:
+        """Remember what the lease is going to compute of the tokens known so far."""
+        entry = lease.tip.entry if lease.tip is not None else self._memory.root(chain.namespace)
+        for index in range(lease.num_shared, self.num_blocks_for(chain.num_tokens)):
+            assert entry is not None
+            entry = self._memory.begin(entry, chain.block_tokens(index))
+            lease.in_flight.append(entry)
+
+    def _entry_above(self, node: Node) -> Entry:
+        parent = node.parent
+        assert parent is not None
+        if parent.entry is not None:
+            return parent.entry
+        return self._memory.root(node.namespace)
 
     def _add_pending(self, lease: PrefixLease, chain: TokenChain) -> None:
         """Note what the lease is going to compute of the tokens known so far."""

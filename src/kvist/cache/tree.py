@@ -35,6 +35,7 @@ from kvist.types import BlockId
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from kvist.cache.memory import Entry
     from kvist.cache.namespaces import Namespace
     from kvist.types import BlockHash
 
@@ -49,6 +50,8 @@ class Node:
         "block_hash",
         "children",
         "duplicates",
+        "entry",
+        "has_expired",
         "is_open",
         "kept_until_ns",
         "keys",
@@ -90,6 +93,10 @@ class Node:
         sets it."""
         self.kept_until_ns = 0
         """When its TTL ends; 0: it has none. ``manager`` sets it; an ancestor's is never earlier."""
+        self.has_expired = False
+        """Whether a TTL or a pin on it ended by its time and none has begun since. ``manager`` sets it."""
+        self.entry: Entry | None = None
+        """What ``memory`` keeps of the tokens; None in a root and in an open node. ``manager`` sets it."""
 
     @property
     def is_partial(self) -> bool:

@@ -2,38 +2,59 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from bisect import bisect_left
+from itertools import accumulate
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from kvist.cli.console import fail, print_json, result_console
 from kvist.cli.options import takes_options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 app = typer.Typer(
     name="cache", help="Look into the cache of a running server.", no_args_is_help=True
 )
 
 TIMEOUT_S = 10.0
+MIN_TABLE_WIDTH = 120
+
+ADVICE = {
+    "new_prompt": "no earlier prompt goes on like this; nothing to do",
+    "tokens_differ": "an earlier prompt had something else here; put what changes last",
+    "evicted": "it was computed and gave way to others; give the cache more memory (--memory-gib)",
+    "expired": "it was kept for a time that is over; keep it for longer",
+    "namespace_differs": "this API key has a cache of its own, and the prompt is new to it",
+    "model_changed": "another model or adapter computed it",
+    "below_block_size": "less than a block matched, and there was no memory to copy it (--memory-gib)",
+    "verification_failed": "a block did not hold what it should; if this goes on, report it",
+    "not_yet_computed": "another request was computing it at that moment",
+    "cache_off": "the server runs with --prefix-cache off",
+}
+"""What to do about each reason; docs/explain.md says more."""
 
 
-@app.callback()
-def _group() -> None:
-    """Keep ``stats`` a subcommand although it is the only one."""
+Url = Annotated[str, typer.Option(help="address of the server")]
+ApiKey = Annotated[
+    str | None, typer.Option(help="API key, where the server wants one", show_default=False)
+]
 
 
 @app.command()
 @takes_options
 def stats(
     *,
-    url: Annotated[str, typer.Option(help="address of the server")] = "http://127.0.0.1:8000",
-    api_key: Annotated[
-        str | None, typer.Option(help="API key, where the server wants one", show_default=False)
-    ] = None,
+    url: Url = "http://127.0.0.1:8000",
+    api_key: ApiKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the counters as JSON")] = False,
 ) -> None:
-    """Show the counters of a running server's cache and scheduler."""
-    document = _fetch(url, api_key)
+    """Show the counters of a running server's cache, scheduler and requests."""
+    document = _fetch(url, "/v1/cache/stats", api_key)
     if as_json:
         print_json(document)
         return
@@ -41,29 +62,75 @@ def stats(
     table.columns[1].justify = "right"
     for name, value in _flattened(document):
         table.add_row(name, value)
-    result_console().print(table)
+    console = result_console()
+    # Not cut where the terminal ends: the end of a line is the number.
+    console.print(table, width=max(console.width, MIN_TABLE_WIDTH))
 
 
-def _fetch(url: str, api_key: str | None) -> dict[str, Any]:  # Any: JSON values
+@app.command()
+@takes_options
+def explain(
+    request_id: Annotated[str, typer.Argument(help="id of an answer of this API key")],
+    *,
+    url: Url = "http://127.0.0.1:8000",
+    api_key: ApiKey = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON")] = False,
+) -> None:
+    """Say what a finished request reused, and why not the rest."""
+    document = _fetch(url, f"/v1/cache/explain/{quote(request_id, safe='')}", api_key)
+    if as_json:
+        print_json(document)
+        return
+    console = result_console()
+    for prompt in document.get("prompts") or [document]:
+        for line in explained(prompt):
+            console.print(Text(line))
+
+
+def explained(prompt: dict[str, Any]) -> Iterator[str]:  # Any: JSON values
+    """Yield lines for a person about one prompt."""
+    recomputed = prompt["recomputed_tokens"]
+    yield (
+        f"{prompt['reused_tokens']:,} prompt tokens reused, {prompt['computed_tokens']:,} computed"
+        + (f", {recomputed:,} computed again after a preemption" if recomputed else "")
+    )
+    if not prompt["spans"]:
+        yield "nothing was missed: the last token of a prompt is always computed"
+    for span in prompt["spans"]:
+        where = f" in {span['part']}" if span["part"] else ""
+        ago = "" if span["left_s_ago"] is None else f", {span['left_s_ago']:,.1f} s before"
+        yield f"{span['tokens_lost']:,} tokens from position {span['position']:,}{where}: {span['reason']}{ago}"
+        yield f"    {ADVICE.get(span['reason'], 'see docs/explain.md')}"
+        for side in ("expected", "received"):
+            if span[side] is not None:
+                yield f"    {side}: {_shown(span['before'])} | {_shown(span[side])}"
+
+
+def _shown(text: str) -> str:
+    """Return a text on one line, quoted, with control characters spelled."""
+    return repr(text)[1:-1]
+
+
+def _fetch(url: str, path: str, api_key: str | None) -> dict[str, Any]:  # Any: JSON values
     import httpx  # noqa: PLC0415  # 0.2 s that other commands need not wait for
 
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        response = httpx.get(
-            f"{url.rstrip('/')}/v1/cache/stats", headers=headers, timeout=TIMEOUT_S
-        )
+        response = httpx.get(f"{url.rstrip('/')}{path}", headers=headers, timeout=TIMEOUT_S)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         fail(
             f"[cache] no answer from {url} ({error}); is `kvist serve` running, and is --url right?"
         )
     if response.status_code == httpx.codes.UNAUTHORIZED:
         fail(f"[cache] {url} wants an API key; give a valid one with --api-key")
-    if response.status_code != httpx.codes.OK:
-        fail(f"[cache] expected status 200 from {url}, received {response.status_code}")
     try:
         document = response.json()
     except ValueError:
         document = None
+    if response.status_code != httpx.codes.OK:
+        known = isinstance(document, dict) and isinstance(document.get("error"), dict)
+        reason = f": {document['error'].get('message')}" if known else ""
+        fail(f"[cache] expected status 200 from {url}, received {response.status_code}{reason}")
     if not isinstance(document, dict):
         fail(f"[cache] expected a JSON object from {url}; is it a Kvist server?")
     return document
@@ -72,7 +139,9 @@ def _fetch(url: str, api_key: str | None) -> dict[str, Any]:  # Any: JSON values
 def _flattened(document: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     for name, value in document.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value.keys() == {"bounds", "counts", "total"}:
+            rows.append((prefix + name, _distribution(**value)))
+        elif isinstance(value, dict):
             rows += _flattened(value, f"{prefix}{name}.")
         elif isinstance(value, float):
             rows.append((prefix + name, f"{value:,.3f}"))
@@ -81,3 +150,16 @@ def _flattened(document: dict[str, Any], prefix: str = "") -> list[tuple[str, st
         else:
             rows.append((prefix + name, str(value)))
     return rows
+
+
+def _distribution(bounds: list[float], counts: list[int], total: float) -> str:
+    """Return number, mean, and the buckets in which the median and the 90th percentile are."""
+    num_values = sum(counts)
+    if not num_values:
+        return "none"
+    parts = [f"n {num_values:,}", f"mean {total / num_values:,.4g}"]
+    for name, fraction in (("p50", 0.5), ("p90", 0.9)):
+        place = bisect_left(list(accumulate(counts)), fraction * num_values)
+        bound = f"<= {bounds[place]:g}" if place < len(bounds) else f"> {bounds[-1]:g}"
+        parts.append(f"{name} {bound}")
+    return ", ".join(parts)

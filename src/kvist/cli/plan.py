@@ -19,11 +19,12 @@ from kvist.model.catalog import KNOWN_MODELS, local_path, resolve
 from kvist.model.shapes import NAMED_SHAPES
 from kvist.plan import (
     KV_MEMORY_FRACTION,
+    Hardware,
     MemoryEstimate,
     detect_hardware,
     memory_estimate,
     read_spec,
-    resolve_dtype,
+    weight_format,
 )
 from kvist.spec import GIB, ModelSpec
 
@@ -39,7 +40,8 @@ def plan(
         bool, typer.Option("--json", help="print the numbers as one line of JSON")
     ] = False,
     config: Annotated[
-        EngineConfig, Only("model", "dtype", "kv_cache_dtype", "block_size", "memory_gib")
+        EngineConfig,
+        Only("model", "weights", "dtype", "kv_cache_dtype", "block_size", "memory_gib"),
     ],
 ) -> None:
     """Say how much memory a model needs, and how many requests fit; nothing is loaded.
@@ -47,15 +49,24 @@ def plan(
     The model may also be a named shape, such as llama-2-7b, a folder with a config.json, or a .gguf file.
     """
     spec = find_spec(config.model.model)
+    hardware = detect_hardware()
+    weights = weight_format(config.model, spec, config.cache.kv_cache_dtype, hardware)
     estimate = memory_estimate(
         spec,
         codec=config.cache.kv_cache_dtype,
-        dtype=config.model.dtype,
+        weights=weights,
         context=context,
         concurrency=concurrency,
         block_size=config.cache.block_size,
     )
-    document = _document(config, spec, estimate, _kv_memory_bytes(config, estimate))
+    memory_bytes = _kv_memory_bytes(config, estimate, hardware)
+    document = {
+        **_document(config, spec, estimate, memory_bytes),
+        "plane": weights.plane,
+        "isa": hardware.isa if weights.plane == "native" else None,
+        "weights": weights.kind,
+        "dtype": weights.dtype,
+    }
     if as_json:
         print_json(document)
     else:
@@ -84,11 +95,11 @@ def find_spec(name: str) -> ModelSpec:
         raise ModelLoadError(f"{error}; shapes with a name: {', '.join(NAMED_SHAPES)}") from error
 
 
-def _kv_memory_bytes(config: EngineConfig, estimate: MemoryEstimate) -> int:
+def _kv_memory_bytes(config: EngineConfig, estimate: MemoryEstimate, hardware: Hardware) -> int:
     """Return what KV blocks may take: as the user said, or what the engine would take by itself."""
     if config.cache.memory_gib is not None:
         return int(config.cache.memory_gib * GIB)
-    left = detect_hardware().available_bytes - estimate.weight_bytes
+    left = hardware.available_bytes - estimate.weight_bytes
     return int(max(0, left) * KV_MEMORY_FRACTION)
 
 
@@ -99,7 +110,6 @@ def _document(
     return {
         "model": config.model.model,
         "parameters": estimate.num_parameters,
-        "dtype": resolve_dtype(config.model.dtype),
         "kv_cache_dtype": "raw16" if codec == "auto" else codec,
         "context": estimate.context,
         "max_context": spec.max_context_len,
@@ -136,7 +146,7 @@ def _show(document: dict[str, Any]) -> None:  # Any: JSON values
         f"{document['head_dim']} in {document['kv_cache_dtype']}{shared}"
     )
     rows = (
-        ("weights", "weight_bytes", f"{document['parameters']:,} values in {document['dtype']}"),
+        ("weights", "weight_bytes", f"{document['parameters']:,} values in {document['weights']}"),
         ("KV per token", "kv_bytes_per_token", per_token),
         ("KV per request", "kv_bytes_per_request", f"blocks of {document['block_size']} tokens"),
         ("KV in total", "kv_bytes_total", f"{document['concurrency']} requests, none shared"),

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from kvist.cache.stats import CacheStats
+    from kvist.engine.metrics import RequestStats
     from kvist.model.tokenizer import Tokenizer
     from kvist.plan import EnginePlan
     from kvist.sched.scheduler import SchedulerStats
@@ -75,6 +76,8 @@ class EngineStats:
     """Client calls that ended in any way; aborted and failed ones are a subset."""
     num_aborted_requests: int
     num_failed_requests: int
+    requests: RequestStats
+    """Hits, latencies and the parts of a step, by sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +224,7 @@ class AsyncEngine:
             num_finished_requests=core.num_finished,
             num_aborted_requests=core.num_aborted,
             num_failed_requests=core.num_failed,
+            requests=core.requests,
         )
 
     def close(self, drain_s: float = 0.0) -> None:

@@ -20,9 +20,13 @@ from kvist.cache.manager import CacheManager
 from kvist.cache.namespaces import Namespace
 from kvist.engine.async_engine import AsyncEngine
 from kvist.engine.core import EngineCore
+from kvist.kernels import native
 from kvist.model import catalog
 from kvist.model.loader import load_decoder
+from kvist.model.native_decoder import NativeDecoder
+from kvist.model.native_loader import load_native_decoder
 from kvist.model.tokenizer import load_tokenizer
+from kvist.runner.native_runner import NativeRunner
 from kvist.runner.runner import ModelRunner
 from kvist.sched import policy
 from kvist.sched.scheduler import Scheduler
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvist.config import EngineConfig
+    from kvist.engine.core import Runner
     from kvist.model.decoder import Decoder
     from kvist.model.tokenizer import Tokenizer
     from kvist.plan import EnginePlan
@@ -57,21 +62,48 @@ def build_engine(config: EngineConfig) -> AsyncEngine:
         dataclasses.replace(config, model=named), spec, planning.detect_hardware()
     )
     logger.info("[engine] %s", plan.one_line())
-    torch.set_num_threads(plan.threads)
     tokenizer = load_tokenizer(resolved.path)
-    decoder = load_decoder(resolved.path, spec, getattr(torch, plan.dtype))
-    core = assemble(plan, decoder, tokenizer, model_fingerprint(resolved.path, spec))
+    fingerprint = model_fingerprint(resolved.path, spec)
+    core = assemble(
+        plan, load_model(plan, resolved.path, spec, fingerprint), tokenizer, fingerprint
+    )
     return AsyncEngine(core, tokenizer, plan)
 
 
+def load_model(
+    plan: EnginePlan, path: Path, spec: ModelSpec, fingerprint: str
+) -> Decoder | NativeDecoder:
+    """Return the model for the plan's plane, and keep the other plane's threads from the CPUs.
+
+    Args:
+        plan: Plane, precision and threads.
+        path: The checkpoint.
+        spec: What it describes.
+        fingerprint: Of the checkpoint; packed weights are kept on disk under it.
+
+    Raises:
+        ModelLoadError: The checkpoint cannot be read.
+
+    Side effects: sets the tensor library's thread count for the whole process.
+    """
+    if plan.plane == "native":
+        torch.set_num_threads(1)
+        pool = native.extension().Pool(plan.threads)
+        return load_native_decoder(
+            path, spec, plan.weights, pool, fingerprint=fingerprint if plan.weight_cache else None
+        )
+    torch.set_num_threads(plan.threads)
+    return load_decoder(path, spec, getattr(torch, plan.dtype))
+
+
 def assemble(
-    plan: EnginePlan, decoder: Decoder, tokenizer: Tokenizer, fingerprint: str
+    plan: EnginePlan, decoder: Decoder | NativeDecoder, tokenizer: Tokenizer, fingerprint: str
 ) -> EngineCore:
     """Return the core that a plan describes, around a model that is loaded already.
 
     Args:
         plan: Its numbers are taken as they are.
-        decoder: Weights in ``plan.dtype``.
+        decoder: Weights in ``plan.weights``, of the plan's plane.
         tokenizer: The model's.
         fingerprint: Identity of the weights; cached blocks are never shared between different ones.
 
@@ -87,6 +119,7 @@ def assemble(
         block_size=plan.block_size,
         hasher=BlockHasher(secrets.token_bytes(KEY_BYTES)),
         prefix_cache=plan.prefix_cache,
+        max_ghosts=plan.explain_blocks,
     )
     scheduler = Scheduler(
         manager,
@@ -100,12 +133,21 @@ def assemble(
         max_overtakes=plan.max_overtakes,
     )
     return EngineCore(
-        namespace=Namespace(model=fingerprint, layout=f"{plan.dtype}/{plan.codec}"),
+        namespace=Namespace(
+            model=fingerprint, layout=f"{plan.plane}/{plan.weights}/{plan.dtype}/{plan.codec}"
+        ),
         manager=manager,
         scheduler=scheduler,
-        runner=ModelRunner(decoder, arena),
+        runner=make_runner(decoder, arena),
         tokenizer=tokenizer,
     )
+
+
+def make_runner(decoder: Decoder | NativeDecoder, arena: BlockArena) -> Runner:
+    """Return the runner of the decoder's plane."""
+    if isinstance(decoder, NativeDecoder):
+        return NativeRunner(decoder, arena)
+    return ModelRunner(decoder, arena)
 
 
 def model_fingerprint(path: Path, spec: ModelSpec) -> str:

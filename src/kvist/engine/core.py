@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvist.cache.namespaces import Namespace
 from kvist.engine.detokenizer import Detokenizer, StopStrings
+from kvist.engine.metrics import RequestMetrics
 from kvist.errors import DeadlineExceeded, EngineError, EngineOverloaded, InvariantViolation
 from kvist.sched.output import SampledToken, StepResult
 from kvist.sched.request import Request
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from kvist.cache.manager import CacheManager
     from kvist.cache.stats import CacheStats
+    from kvist.engine.metrics import RequestStats
     from kvist.model.tokenizer import Tokenizer
     from kvist.sched.output import StepPlan
     from kvist.sched.scheduler import RequestUpdate, Scheduler, SchedulerStats
@@ -89,6 +91,8 @@ class CoreStats:
     """Subset of num_finished."""
     num_failed: int
     """Subset of num_finished."""
+    requests: RequestStats
+    """Hits, latencies and the parts of a step."""
 
 
 @dataclass(slots=True)
@@ -98,6 +102,11 @@ class _Sequence:
     call: _Call
     index: int
     detokenizer: Detokenizer
+    request: Request
+    """The scheduler's record; only read."""
+    first_token_ns: int = 0
+    """0: it has none yet."""
+    last_token_ns: int = 0
 
 
 @dataclass(slots=True)
@@ -152,6 +161,7 @@ class EngineCore:
         self._num_finished = 0
         self._num_aborted = 0
         self._num_failed = 0
+        self._metrics = RequestMetrics()
 
     @property
     def has_work(self) -> bool:
@@ -179,13 +189,14 @@ class EngineCore:
                 request_id = RequestId(
                     group.request_id if params.n == 1 else f"{group.request_id}/{index}"
                 )
-                self._scheduler.add(self._request(request_id, group, sequence_seed(seed, index)))
+                request = self._request(request_id, group, sequence_seed(seed, index))
+                self._scheduler.add(request)
                 call.open_ids[request_id] = None
                 detokenizer = Detokenizer(
                     self._tokenizer, stop, previous_token_id=group.prompt_token_ids[-1]
                 )
                 self._sequences[request_id] = _Sequence(
-                    call=call, index=index, detokenizer=detokenizer
+                    call=call, index=index, detokenizer=detokenizer, request=request
                 )
         except EngineError:
             for request_id in call.open_ids:
@@ -214,9 +225,11 @@ class EngineCore:
         started_ns = self._clock()
         try:
             ended = self._end_early(self._scheduler.take_ended())
+            begin_ns = self._clock()
             plan = self._scheduler.plan()
             if plan is None:
                 return ended
+            planned_ns = self._clock()
             self._num_steps += 1
             try:
                 result = self._runner.run(plan)
@@ -224,9 +237,13 @@ class EngineCore:
                 # Whatever the numeric code raises concerns the requests of this step; the others go on.
                 logger.exception("[engine] step %d failed", plan.step_index)
                 return [*ended, *self._fail_step(plan, error)]
+            ran_ns = self._clock()
             failures = self._fail_sequences(result)
             updates = self._scheduler.apply(plan, self._without_gaps(plan, result))
-            return [*ended, *failures, *map(self._chunk, updates)]
+            outputs = [*ended, *failures, *map(self._chunk, updates)]
+            stamps_ns = (begin_ns, planned_ns, ran_ns, self._clock())
+            self._metrics.step(stamps_ns, result.sample_ns)
+            return outputs
         finally:
             self._busy_ns += self._clock() - started_ns
 
@@ -264,6 +281,7 @@ class EngineCore:
             num_finished=self._num_finished,
             num_aborted=self._num_aborted,
             num_failed=self._num_failed,
+            requests=self._metrics.stats(),
         )
 
     def _request(self, request_id: RequestId, group: RequestGroup, seed: int) -> Request:
@@ -318,8 +336,8 @@ class EngineCore:
         """Return what one applied update adds to its sequence; ends the sequence at a stop string."""
         sequence = self._sequences[update.request_id]
         call = sequence.call
-        if update.token_ids and call.first_token_ns is None:
-            call.first_token_ns = self._clock()
+        if update.token_ids:
+            self._note_token(sequence)
         detokenizer = sequence.detokenizer
         # The token that ended the sequence (end-of-sequence or stop token) is not part of its text.
         is_stopped = update.finish_reason is FinishReason.STOP
@@ -345,6 +363,17 @@ class EngineCore:
             stop_reason=stop_reason,
             usage=None if finish_reason is None else usage,
         )
+
+    def _note_token(self, sequence: _Sequence) -> None:
+        now_ns, call = self._clock(), sequence.call
+        if call.first_token_ns is None:
+            call.first_token_ns = now_ns
+            self._metrics.first_token(sequence.request, now_ns - call.added_ns)
+        if sequence.first_token_ns:
+            self._metrics.next_token(now_ns - sequence.last_token_ns)
+        else:
+            sequence.first_token_ns = now_ns
+        sequence.last_token_ns = now_ns
 
     def _final_chunk(self, request_id: RequestId, reason: FinishReason) -> OutputChunk:
         """End a sequence from outside; return its last chunk, with the text held back so far."""
@@ -410,6 +439,8 @@ class EngineCore:
         """Drop a sequence that ended; log it, and count the call when it was the last one."""
         sequence = self._sequences.pop(request_id)
         call = sequence.call
+        decode_ns = sequence.last_token_ns - sequence.first_token_ns
+        self._metrics.finish(sequence.request, reason, decode_ns)
         del call.open_ids[request_id]
         now_ns = self._clock()
         first_ns = call.first_token_ns if call.first_token_ns is not None else now_ns

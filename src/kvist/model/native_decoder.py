@@ -18,8 +18,9 @@ import torch
 
 from kvist.errors import ModelLoadError
 from kvist.kernels import native
-from kvist.model.layout import EMBEDDING, FINAL_NORM, HEAD
+from kvist.model.layout import EMBEDDING, FINAL_NORM, HEAD, parts_of, target_shapes
 from kvist.model.rotary import frequencies_of
+from kvist.spec import INT4_GROUP, head_kind, why_not_native
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-INT4_GROUP = 32
-"""Inputs that share a scale in int4 weights."""
 _PROJECTIONS = ("qkv", "output", "gate_up", "down")
 _VECTORS = (
     "attention_norm",
@@ -90,8 +89,8 @@ class NativeDecoder:
     """
 
     def __init__(self, spec: ModelSpec, weights: PackedWeights, pool: Any) -> None:  # noqa: ANN401  # native.Pool
-        reason = why_unsupported(spec)
-        if reason is not None:
+        reason = why_not_native(spec)
+        if reason:
             raise ModelLoadError(f"[decoder] {reason}")
         self.spec = spec
         self._weights = weights
@@ -184,28 +183,19 @@ class PackedWeights:
     linears: Mapping[str, Any]
     """``_native.PackedLinear`` by the name of the weight in ``layout``; the head always under ``head``."""
 
+    def arrays(self) -> dict[str, NDArray[np.uint8]]:
+        """Return all of it as bytes, by name, without copying."""
+        small: dict[str, NDArray[Any]] = {EMBEDDING: self.embedding, **self.vectors}
+        return {
+            **{name: array.reshape(-1).view(np.uint8) for name, array in small.items()},
+            **{name: linear.data() for name, linear in self.linears.items()},
+        }
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all of it."""
         linears = sum(int(linear.nbytes) for linear in self.linears.values())
         return self.embedding.nbytes + sum(v.nbytes for v in self.vectors.values()) + linears
-
-
-def why_unsupported(spec: ModelSpec) -> str | None:
-    """Return why the native kernels cannot run a model, None when they can."""
-    if spec.head_dim % 8 or spec.head_dim > 256:
-        return f"the native kernels take head dimensions that are multiples of 8 up to 256, not {spec.head_dim}"
-    if any(rope.dim != spec.head_dim for rope in spec.ropes):
-        return f"the native kernels take rotary embeddings of the whole head of {spec.head_dim}"
-    return None
-
-
-def kind_of(name: str, kind: str) -> str:
-    """Return the precision in which a weight is packed when ``kind`` is asked for.
-
-    The head stays at int8 under int4: its errors go straight into the probabilities of the next token.
-    """
-    return "int8" if kind == "int4" and name == HEAD else kind
 
 
 def pack_weights(
@@ -232,18 +222,55 @@ def pack_weights(
             vectors[name] = tensor.numpy().copy()
         elif name != EMBEDDING or spec.has_tied_embeddings:
             linear = HEAD if name == EMBEDDING else name
-            linears[linear] = _pack(spec, linear, tensor.numpy(), kind, pool)
+            linears[linear] = native.extension().PackedLinear(
+                tensor.numpy(), *_format(spec, linear, kind), pool
+            )
     assert embedding is not None
     return PackedWeights(embedding=embedding, vectors=vectors, linears=linears)
 
 
-def gate_of(spec: ModelSpec, name: str) -> str:
-    """Return what the kernels apply to the halves of a weight's outputs: an activation, or ``none``."""
-    return spec.activation.value if name.endswith("gate_up.weight") else "none"
+def load_packed(
+    spec: ModelSpec, arrays: Mapping[str, NDArray[np.uint8]], kind: str
+) -> PackedWeights:
+    """Return weights from the bytes that ``PackedWeights.arrays`` gave for the same spec and kind.
 
+    The arrays are kept, not copied: they may be a file mapped into memory.
 
-def _pack(spec: ModelSpec, name: str, weight: NDArray[np.float32], kind: str, pool: Any) -> Any:  # noqa: ANN401
-    stored = kind_of(name, kind)
-    return native.extension().PackedLinear(
-        weight, stored, INT4_GROUP if stored == "int4" else 0, gate_of(spec, name), pool
+    Raises:
+        ValueError: An array is missing or has the wrong size.
+    """
+    vectors: dict[str, NDArray[np.float32]] = {}
+    linears: dict[str, Any] = {}
+    for name, shape in target_shapes(parts_of(spec)).items():
+        if len(shape) == 1:
+            vectors[name] = _reinterpreted(arrays, name, np.float32, shape)
+        elif name != EMBEDDING or spec.has_tied_embeddings:
+            linear = HEAD if name == EMBEDDING else name
+            linears[linear] = native.extension().PackedLinear.from_data(
+                *shape, *_format(spec, linear, kind), _array(arrays, linear)
+            )
+    table = (spec.vocab_size, spec.hidden_size)
+    return PackedWeights(
+        embedding=_reinterpreted(arrays, EMBEDDING, np.uint16, table),
+        vectors=vectors,
+        linears=linears,
     )
+
+
+def _format(spec: ModelSpec, name: str, kind: str) -> tuple[str, int, str]:
+    """Return how a matrix is packed: its kind, its group, and what is applied to the halves of its outputs."""
+    stored = head_kind(kind) if name == HEAD else kind
+    gate = spec.activation.value if name.endswith("gate_up.weight") else "none"
+    return stored, INT4_GROUP if stored == "int4" else 0, gate
+
+
+def _array(arrays: Mapping[str, NDArray[np.uint8]], name: str) -> NDArray[np.uint8]:
+    if name not in arrays:
+        raise ValueError(f"[decoder] packed weights lack {name}")
+    return arrays[name]
+
+
+def _reinterpreted(
+    arrays: Mapping[str, NDArray[np.uint8]], name: str, dtype: type, shape: tuple[int, ...]
+) -> NDArray[Any]:
+    return _array(arrays, name).view(dtype).reshape(shape)

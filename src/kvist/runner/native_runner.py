@@ -5,6 +5,7 @@ Responsible for flattening a plan into arrays and for sampling from what comes b
 
 from __future__ import annotations
 
+import time
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Protocol
 
@@ -53,12 +54,14 @@ class NativeRunner:
         arrays = _flatten(sequences, self._arena.kv_spec.block_size)
         scores = self._decoder.step(arrays, self._arena)
         sampled = [sequence for sequence in sequences if sequence.sample is not None]
+        started_ns = time.perf_counter_ns()
         outcomes = sample_rows(
             scores.logits,
             scores.best_logits,
             scores.best_ids,
             [sequence.sample for sequence in sampled if sequence.sample is not None],
         )
+        sample_ns = time.perf_counter_ns() - started_ns
         samples: dict[RequestId, SampledToken] = {}
         failed = _damaged(sequences, arrays, scores.damaged_rows)
         for sequence, outcome in zip(sampled, outcomes, strict=True):
@@ -68,7 +71,9 @@ class NativeRunner:
                 failed[sequence.request_id] = f"{outcome.message} (request {sequence.request_id})"
             else:
                 samples[sequence.request_id] = outcome
-        return StepResult(step_index=plan.step_index, samples=samples, failed=failed)
+        return StepResult(
+            step_index=plan.step_index, samples=samples, failed=failed, sample_ns=sample_ns
+        )
 
 
 def _flatten(sequences: tuple[ScheduledSequence, ...], block_size: int) -> StepArrays:

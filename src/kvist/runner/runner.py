@@ -7,6 +7,7 @@ text and no prefix.
 
 from __future__ import annotations
 
+import time
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
@@ -80,13 +81,21 @@ class ModelRunner:
         ]
         samples: dict[RequestId, SampledToken] = {}
         failed: dict[RequestId, str] = {}
+        sample_ns = 0
         if sampled:
             rows = torch.tensor([row for row, _, _ in sampled], device=hidden.device)
             logits = self._decoder.logits(hidden.index_select(0, rows))
+            started_ns = time.perf_counter_ns()
             outcomes = sample(logits, [spec for _, _, spec in sampled])
+            sample_ns = time.perf_counter_ns() - started_ns
             for (_, request_id, _), outcome in zip(sampled, outcomes, strict=True):
                 if isinstance(outcome, SampleFailure):
                     failed[request_id] = f"{outcome.message} (request {request_id})"
                 else:
                     samples[request_id] = outcome
-        return StepResult(step_index=plan.step_index, samples=samples, failed=failed)
+        return StepResult(
+            step_index=plan.step_index,
+            samples=samples,
+            failed=failed,
+            sample_ns=sample_ns,
+        )

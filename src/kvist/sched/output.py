@@ -99,3 +99,5 @@ class StepResult:
     failed: Mapping[RequestId, str] = field(default_factory=dict)
     """Sequences whose next token could not be chosen, each with the reason as an error message; the others go on.
     Their blocks may hold NaN: they must not be published."""
+    sample_ns: int = 0
+    """Time spent on choosing tokens by their logits, a part of the step's."""

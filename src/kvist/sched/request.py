@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvist.cache.hash import TokenChain
     from kvist.cache.lease import PrefixLease
     from kvist.cache.namespaces import Namespace
-    from kvist.types import RequestId, SamplingParams, TokenId
+    from kvist.types import MissReport, RequestId, SamplingParams, TokenId
 
 
 class RequestStatus(Enum):
@@ -103,6 +103,12 @@ class Request:
     """Hit tokens at first admission; None before it."""
     num_positions_computed: int = field(init=False, default=0)
     """All work done for this request, in token positions, repeated work included."""
+    num_recomputed_tokens: int = field(init=False, default=0)
+    """The part of that work that had been done, or found in the cache, for it before; planned steps count."""
+    miss: MissReport | None = field(init=False, default=None)
+    """Why the rest of the prompt was not hit at first admission; None: it was, or before."""
+    admitted_ns: int | None = field(init=False, default=None)
+    """When it was admitted first, on the scheduler's clock; None before."""
     num_preemptions: int = field(init=False, default=0)
     on_wake: Callable[[], None] | None = field(init=False, default=None)
     """Set while the request sleeps (``Scheduler.sleep``); only while RUNNING."""
@@ -174,4 +180,6 @@ class Request:
             num_computed_tokens=self.num_positions_computed,
             num_output_tokens=self.num_output_tokens,
             num_preemptions=self.num_preemptions,
+            num_recomputed_tokens=self.num_recomputed_tokens,
+            miss=self.miss,
         )

@@ -583,6 +583,8 @@ class Scheduler:
         request.num_computed_tokens = lease.num_computed_tokens
         if request.num_cached_tokens is None:
             request.num_cached_tokens = lease.num_computed_tokens
+            request.miss = lease.miss
+            request.admitted_ns = self._clock()
             self._policy.charge(request, request.num_uncomputed_tokens)
         request.num_computed_before = max(request.num_computed_before, lease.num_computed_tokens)
         bisect.insort(self._running, request, key=_by_arrival)
@@ -687,6 +689,7 @@ class Scheduler:
         )
         for request, sequence in zip(requests, plan.sequences, strict=True):
             repeated = min(sequence.context_len, request.num_computed_before) - sequence.start
+            request.num_recomputed_tokens += max(0, repeated)
             self._num_recomputed_tokens += max(0, repeated)
             self._num_scheduled_tokens += len(sequence.token_ids)
         self._num_steps += 1

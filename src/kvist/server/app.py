@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import logging
 import time
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,7 +31,15 @@ from kvist.server.errors import (
     to_reply,
 )
 from kvist.server.exchange import Exchange
+from kvist.server.explanation import (
+    MAX_HISTORY,
+    History,
+    explain_call,
+    has_miss,
+    openai_diagnostics,
+)
 from kvist.server.generation import Call, Gate, call_usage, watched
+from kvist.server.metrics import EngineCollector, Refusals, exposition
 from kvist.server.stream import EventStream
 
 if TYPE_CHECKING:
@@ -81,6 +90,8 @@ def create_app(engine: ServedEngine, config: ServerConfig) -> FastAPI:
     # ":path", because the id of a model on the hub holds a slash.
     app.add_route("/v1/models/{model_id:path}", routes.model, methods=["GET"])
     app.add_route("/v1/cache/stats", routes.cache_stats, methods=["GET"])
+    app.add_route("/v1/cache/explain/{request_id}", routes.cache_explain, methods=["GET"])
+    app.add_route("/metrics", routes.metrics, methods=["GET"])
     app.add_route("/health", routes.health, methods=["GET"])
     app.add_route("/health/live", routes.health_live, methods=["GET"])
     return app
@@ -96,6 +107,9 @@ class _Routes:
         self._max_body_bytes = int(config.max_body_mib * 2**20)
         self._model = config.served_name or engine.model_name
         self._created = int(time.time())
+        self._history = History()
+        self._refusals = Refusals()
+        self._collector = EngineCollector(engine, self._model, self._refusals)
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
@@ -123,6 +137,27 @@ class _Routes:
         self._tenant(request)
         return json_response(dataclasses.asdict(self._engine.stats()))
 
+    async def cache_explain(self, request: Request) -> Response:
+        """GET /v1/cache/explain/{id}: why a finished call of the same API key was not all hits."""
+        tenant = self._tenant(request)
+        name = request.path_params["request_id"]
+        explanation = self._history.get(name, tenant)
+        if explanation is None:
+            raise HttpError(
+                HTTPStatus.NOT_FOUND,
+                f"[server] no finished request {shorten(name)} of this API key is remembered; the server's "
+                f"last {MAX_HISTORY} are, by the id of their answers",
+                code="not_found",
+                param="request_id",
+            )
+        return json_response({"object": "kvist.explanation", "id": name, **explanation})
+
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics: every counter of the engine, for Prometheus; needs a key where others do."""
+        self._tenant(request)
+        body, media_type = exposition(self._collector, request.headers.get("accept", ""))
+        return Response(body, headers={"Content-Type": media_type})
+
     async def health(self, request: Request) -> Response:  # noqa: ARG002  # the framework's signature
         """GET /health: 200 "ready" while requests are taken and worked on, else 503 with what it is; no key needed."""
         if not self._gate.is_open:
@@ -142,6 +177,15 @@ class _Routes:
         return json_response({"status": "live"})
 
     async def _generate(self, request: Request, prepare: Prepare) -> Response:
+        try:
+            return await self._answer(request, prepare)
+        except ClientDisconnected:
+            raise
+        except Exception as error:
+            self._refusals.note(error)
+            raise
+
+    async def _answer(self, request: Request, prepare: Prepare) -> Response:
         received_ns = time.perf_counter_ns()
         tenant = self._tenant(request)
         self._gate.check_open()
@@ -153,11 +197,27 @@ class _Routes:
             self._engine, job, tenant=tenant, gate=self._gate, received_ns=received_ns
         )
         if job.is_stream:
-            return EventStream(job, call)
+            explain = partial(self._explain, job, call, tenant)
+            return EventStream(job, call, explain, self._refusals.note)
         async with watched(call, request.receive):
             await call.run()
         answer = job.answer.whole(call.outputs, call_usage(call.outputs, call.n))
+        answer.update(await self._explain(job, call, tenant))
         return json_response(answer, headers={"X-Request-Id": job.request_id})
+
+    async def _explain(self, job: Job, call: Call, tenant: str) -> dict[str, Any]:  # Any: JSON
+        """Keep what is to be told of a finished call, and return what its answer says of it."""
+        outputs, tokenizer = call.outputs, self._engine.tokenizer
+        if has_miss(outputs):
+            # The messages are searched for, which other clients' streams need not wait for.
+            explanation = await asyncio.to_thread(explain_call, job, outputs, tokenizer)
+        else:
+            explanation = explain_call(job, outputs, tokenizer)
+        self._history.add(job.request_id, tenant, explanation)
+        if not job.wants_explanation:
+            return {}
+        diagnostics = openai_diagnostics(explanation)
+        return {"kvist": explanation, "prompt_cache_diagnostics": diagnostics}
 
     def _prepare(self, body: bytes, prepare: Prepare) -> Job:
         return prepare(parse_object(body), self._engine, self._model)

@@ -85,6 +85,7 @@ class Job:
     answer: Answer
     is_stream: bool
     wants_usage_chunk: bool
+    wants_explanation: bool
 
 
 class CompletionAnswer(Answer):
@@ -226,6 +227,7 @@ def prepare_completion(document: Json, engine: ServedEngine, model: str) -> Job:
         answer=CompletionAnswer(request_id, model, request, engine, prompts),
         is_stream=bool(request.stream),
         wants_usage_chunk=request.wants_usage_chunk,
+        wants_explanation=bool(request.kvist_explain),
     )
 
 
@@ -246,6 +248,7 @@ def prepare_chat(document: Json, engine: ServedEngine, model: str) -> Job:
         answer=ChatAnswer(request_id, model, request, engine),
         is_stream=bool(request.stream),
         wants_usage_chunk=request.wants_usage_chunk,
+        wants_explanation=bool(request.kvist_explain),
     )
 
 

@@ -70,6 +70,8 @@ class CallUsage:
     find what the first computed, which is no reuse the client should be told of."""
     num_computed_tokens: int
     """Token positions computed for all sequences."""
+    num_recomputed_tokens: int
+    """Subset of num_computed_tokens: those computed again after a preemption."""
     num_output_tokens: int
     """Of all sequences."""
 
@@ -88,6 +90,7 @@ def call_usage(outputs: Sequence[ChoiceOutput], n: int) -> CallUsage:
         num_prompt_tokens=sum(group[0].num_prompt_tokens for group in by_prompt),
         num_cached_tokens=sum(min(u.num_cached_tokens for u in group) for group in by_prompt),
         num_computed_tokens=sum(u.num_computed_tokens for u in usages),
+        num_recomputed_tokens=sum(u.num_recomputed_tokens for u in usages),
         num_output_tokens=sum(u.num_output_tokens for u in usages),
     )
 
@@ -220,6 +223,11 @@ class Call:
             raise
         return cls(job.request_id, streams, job.params.n, gate, received_ns=received_ns)
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether every choice has ended."""
+        return all(output.finish_reason is not None for output in self.outputs)
+
     def abort(self, error: Exception) -> None:
         """Cancel every prompt at once; the consumer gets ``error``. The first reason given stays. Idempotent."""
         if self._error is None:
@@ -317,15 +325,34 @@ class Call:
         num_gaps = usage.num_output_tokens - len(self.outputs)
         duration_ns = 0 if first_ns is None or last_ns is None else last_ns - first_ns
         logger.info(
-            "[server] %s: prompt %d, hit %d, computed %d, output %d tokens; ttft %s s, %s tokens/s",
+            "[server] %s: prompt %d, hit %d, computed %d, recomputed %d, output %d tokens; miss: %s; "
+            "ttft %s s, %s tokens/s",
             self.request_id,
             usage.num_prompt_tokens,
             usage.num_cached_tokens,
             usage.num_computed_tokens,
+            usage.num_recomputed_tokens,
             usage.num_output_tokens,
+            _miss_line(self.outputs, self.n),
             "-" if first_ns is None else f"{(first_ns - self._received_ns) / 1e9:.3f}",
             f"{num_gaps / (duration_ns / 1e9):.1f}" if num_gaps > 0 and duration_ns > 0 else "-",
         )
+
+
+def _miss_line(outputs: Sequence[ChoiceOutput], n: int) -> str:
+    """Return why each prompt's reuse ended, where, and what that cost; without a word of the prompt."""
+    firsts = [
+        min((o.usage for o in outputs[start : start + n] if o.usage), key=_num_cached)
+        for start in range(0, len(outputs), n)
+    ]
+    misses = [usage.miss.main for usage in firsts if usage.miss is not None]
+    lines = [f"{span.reason.value} at {span.start} ({span.end - span.start})" for span in misses]
+    more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
+    return lines[0] + more if lines else "none"
+
+
+def _num_cached(usage: Usage) -> int:
+    return usage.num_cached_tokens
 
 
 def _check_not_aborted(chunk: OutputChunk) -> None:

@@ -28,6 +28,14 @@ class ServedTokenizer(TokenText, Protocol):
         """Return the text of ``token_ids``."""
         ...
 
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        add_generation_prompt: bool = True,  # noqa: FBT001, FBT002  # the name users know
+    ) -> str:
+        """Return the text that the model's own chat template makes of ``messages``."""
+        ...
+
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Return the prompt that the model's own chat template makes of ``messages``."""
         ...
@@ -49,6 +57,11 @@ class ServedPlan(Protocol):
     @property
     def vocab_size(self) -> int:
         """Token ids are below this."""
+        ...
+
+    @property
+    def codec(self) -> str:
+        """How blocks are kept."""
         ...
 
 

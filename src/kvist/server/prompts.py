@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvist.errors import PromptTooLong, RequestError
+from kvist.server.parts import ChatParts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +28,8 @@ class Prompt:
     """At least one."""
     text: str | None = None
     """As the client wrote it; None when it gave token ids or messages."""
+    parts: ChatParts | None = None
+    """Where the messages are in it; None: there are none."""
 
 
 def encode_prompts(inputs: Sequence[PromptInput], engine: ServedEngine) -> list[Prompt]:
@@ -82,7 +85,7 @@ def encode_messages(messages: Sequence[ChatMessage], tokenizer: ServedTokenizer)
             param="messages",
             code="invalid_value",
         )
-    return Prompt(token_ids=tuple(ids))
+    return Prompt(token_ids=tuple(ids), parts=ChatParts(turns, tokenizer))
 
 
 def check_fit(

@@ -112,6 +112,8 @@ class SamplingFields(WireModel):
     model: str
     frequency_penalty: float | None = None
     ignore_eos: bool | None = None
+    kvist_explain: bool | None = None
+    """Whether the answer says what was reused and why the rest was not; not OpenAI's."""
     logit_bias: Annotated[dict[int, float], PlainValidator(_bias)] | None = None
     max_tokens: int | None = None
     min_p: float | None = None

@@ -16,7 +16,7 @@ from kvist.server.errors import ClientDisconnected, encode_json, to_reply
 from kvist.server.generation import call_usage, watched
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from starlette.types import Receive, Scope, Send
 
@@ -37,7 +37,21 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, job: Job, call: Call) -> None:
+    def __init__(
+        self,
+        job: Job,
+        call: Call,
+        explain: Callable[[], Awaitable[dict[str, Any]]],  # Any: JSON
+        note_error: Callable[[Exception], None],
+    ) -> None:
+        """Make the response.
+
+        Args:
+            job: What was asked.
+            call: Submitted.
+            explain: Called once the call is finished; returns what the last piece has beside the output.
+            note_error: Told of what ended the stream before its end, unless the client did.
+        """
         super().__init__(
             headers={
                 "Cache-Control": "no-cache",
@@ -50,6 +64,8 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._job = job
         self._call = call
+        self._explain = explain
+        self._note_error = note_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002  # ASGI
         """Send the answer while it is computed; returns when it is complete or nobody listens."""
@@ -64,6 +80,7 @@ class EventStream(Response):
                 return
             except Exception as error:
                 # Too late for a status code: the boundary of the process is here, and the client hears of it here.
+                self._note_error(error)
                 reply = to_reply(error)
                 if reply.status == HTTPStatus.INTERNAL_SERVER_ERROR:
                     logger.exception("[server] %s failed in mid-stream", self._job.request_id)
@@ -74,10 +91,13 @@ class EventStream(Response):
         answer = self._job.answer
         await self._send(answer.opening(len(call.outputs)), send)
         async for batch in call.batches():
-            await self._send([piece for item in batch for piece in answer.pieces(item)], send)
-        if self._job.wants_usage_chunk:
-            usage = answer.usage_piece(call_usage(call.outputs, call.n))
-            await self._send([usage], send)
+            pieces = [piece for item in batch for piece in answer.pieces(item)]
+            if call.is_finished:
+                extras = await self._explain()
+                if self._job.wants_usage_chunk:
+                    pieces.append(answer.usage_piece(call_usage(call.outputs, call.n)))
+                pieces[-1].update(extras)
+            await self._send(pieces, send)
 
     async def _send(self, pieces: Iterable[dict[str, Any]], send: Send) -> None:  # Any: JSON
         if self._job.wants_usage_chunk:

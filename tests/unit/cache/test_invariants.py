@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from kvist.cache.lease import PrefixLease
     from kvist.cache.manager import CacheManager
+    from kvist.cache.memory import Entry
     from kvist.cache.tree import Node
 
 
@@ -206,6 +207,44 @@ def forget_a_pin(state: State) -> None:
     state.manager._pins.clear()
 
 
+def entry_of(state: State, index: int) -> Entry:
+    entry = state.cached[index].entry
+    assert entry is not None
+    return entry
+
+
+def forget_tokens(state: State) -> None:
+    entry_of(state, 0).children.clear()
+
+
+def miscount_cached_tokens(state: State) -> None:
+    entry_of(state, 1).num_cached += 1
+
+
+def unsort_remembered_tokens(state: State) -> None:
+    state.manager._memory.root(NAMESPACE).children.reverse()
+
+
+def remember_other_tokens(state: State) -> None:
+    entry_of(state, 2).tokens += bytes(4)
+
+
+def lose_a_ghost(state: State) -> None:
+    state.manager.reset()
+    state.manager._memory.ghosts.popitem()
+
+
+def remember_what_was_never_computed(state: State) -> None:
+    state.manager.reset()
+    next(iter(state.manager._memory.ghosts)).left_why = None
+
+
+def forget_parents_first(state: State) -> None:
+    state.manager.reset()
+    memory = state.manager._memory
+    memory.ghosts.move_to_end(next(iter(memory.ghosts)))
+
+
 BREAKS: dict[Callable[[State], None], str] = {
     lose_a_block: "are not each of the 16 blocks once",
     list_a_block_twice: "are not each of the 16 blocks once",
@@ -241,6 +280,13 @@ BREAKS: dict[Callable[[State], None], str] = {
     keep_a_child_longer: "is kept longer than its parent",
     rank_a_partition_wrong: "blocks is ranked 2",
     forget_a_pin: r"ref_count=2\) has 1 holders",
+    forget_tokens: "cached or in flight is not remembered",
+    miscount_cached_tokens: "is cached 1 times, in flight 0 times",
+    unsort_remembered_tokens: "blocks remembered of a namespace are not in order",
+    remember_other_tokens: "is not remembered by its tokens",
+    lose_a_ghost: "3 entries are idle, 2 of 32768 ghosts are listed",
+    remember_what_was_never_computed: "was never computed",
+    forget_parents_first: "would be forgotten before what follows it",
 }
 
 

@@ -1,4 +1,4 @@
-"""``kvist cache stats`` against a server that answers on a real socket."""
+"""``kvist cache`` against a server that answers on a real socket."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
+from kvist.cli.cache import ADVICE
+from kvist.types import MissReason
+
 DOCUMENT = {"cache": {"num_blocks": 1234567, "prefix_hit_fraction": 0.25}, "is_running": True}
 
 
@@ -16,10 +19,11 @@ class Handler(BaseHTTPRequestHandler):
 
     status = 200
     body = json.dumps(DOCUMENT)
+    paths = ("/v1/cache/stats", "/v1/cache/explain/chatcmpl-1", "/v1/cache/explain/a%2Fb")
 
     def do_GET(self):
         is_allowed = self.headers.get("Authorization") == "Bearer right"
-        status = self.status if self.path == "/v1/cache/stats" else 404
+        status = self.status if self.path in self.paths else 404
         self.send_response(status if is_allowed else 401)
         self.end_headers()
         self.wfile.write(self.body.encode())
@@ -79,3 +83,92 @@ def test_no_server_is_said_to_be_none(kvist):
     result = kvist("cache", "stats", "--url", "http://127.0.0.1:9")
     assert result.exit_code == 1
     assert "is `kvist serve` running" in result.stderr
+
+
+def test_a_histogram_is_one_line(kvist, server):
+    url, handler = server
+    filled = {"bounds": [0.1, 1.0], "counts": [5, 4, 1], "total": 7.0}
+    empty = {"bounds": [0.1, 1.0], "counts": [0, 0, 0], "total": 0.0}
+    over = {"bounds": [0.1], "counts": [0, 2], "total": 7.0}
+    handler.body = json.dumps({"filled": filled, "empty": empty, "over": over})
+    result = kvist("cache", "stats", "--url", url, "--api-key", "right")
+    text = " ".join(result.stdout.split())
+    assert "filled n 10, mean 0.7, p50 <= 0.1, p90 <= 1" in text
+    assert "empty none" in text
+    assert "over n 2, mean 3.5, p50 > 0.1, p90 > 0.1" in text
+
+
+SPAN = {
+    "reason": "tokens_differ",
+    "part": "message 1",
+    "position": 1234,
+    "tokens_lost": 5678,
+    "before": "Today is\n",
+    "expected": "[bold]Sunday",
+    "received": "Monday",
+    "left_s_ago": None,
+}
+EVICTED = {
+    **dict.fromkeys(SPAN),
+    "reason": "evicted",
+    "position": 0,
+    "tokens_lost": 9,
+    "left_s_ago": 12.34,
+}
+REPORT = {
+    "reused_tokens": 1234,
+    "computed_tokens": 5679,
+    "recomputed_tokens": 0,
+    "miss": SPAN,
+    "spans": [SPAN],
+}
+
+
+def explained(kvist, server, document, request_id="chatcmpl-1", *options):
+    url, handler = server
+    handler.body = json.dumps(document)
+    return kvist("cache", "explain", request_id, "--url", url, "--api-key", "right", *options)
+
+
+def test_a_report_says_what_differs_where_and_what_to_do(kvist, server):
+    result = explained(kvist, server, REPORT)
+    assert result.exit_code == 0
+    assert result.stdout.splitlines() == [
+        "1,234 prompt tokens reused, 5,679 computed",
+        "5,678 tokens from position 1,234 in message 1: tokens_differ",
+        f"    {ADVICE['tokens_differ']}",
+        "    expected: Today is\\n | [bold]Sunday",
+        "    received: Today is\\n | Monday",
+    ]
+
+
+def test_every_prompt_of_a_request_has_its_lines(kvist, server):
+    hit = {**REPORT, "miss": None, "spans": [], "recomputed_tokens": 70}
+    evicted = {**REPORT, "miss": EVICTED, "spans": [EVICTED]}
+    result = explained(kvist, server, {**REPORT, "prompts": [hit, evicted]})
+    text = result.stdout
+    assert "70 computed again after a preemption" in text
+    assert "nothing was missed" in text
+    assert "9 tokens from position 0: evicted, 12.3 s before" in text
+
+
+def test_a_report_as_json_is_what_the_server_says(kvist, server):
+    result = explained(kvist, server, REPORT, "chatcmpl-1", "--json")
+    assert json.loads(result.stdout) == REPORT
+
+
+def test_an_id_is_one_part_of_the_path_whatever_is_in_it(kvist, server):
+    assert explained(kvist, server, REPORT, "a/b").exit_code == 0
+
+
+def test_an_unknown_request_is_said_to_be_one(kvist, server):
+    _, handler = server
+    handler.status = 404
+    document = {"error": {"message": "[server] no finished request 'x' of this API key"}}
+    result = explained(kvist, server, document)
+    assert result.exit_code == 1
+    assert "no finished request 'x'" in result.stderr
+
+
+def test_there_is_advice_for_every_reason():
+    assert set(ADVICE) == {reason.value for reason in MissReason}

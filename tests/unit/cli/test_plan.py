@@ -10,11 +10,12 @@ from typer.testing import CliRunner
 from kvist.cli.main import app
 from kvist.cli.plan import find_spec
 from kvist.errors import ModelLoadError
+from kvist.kernels import native
 from kvist.model.shapes import NAMED_SHAPES
 
 KEYS = {
-    "model", "parameters", "dtype", "kv_cache_dtype", "context", "max_context", "concurrency", "block_size",
-    "num_layers", "num_heads",
+    "model", "parameters", "plane", "isa", "weights", "dtype", "kv_cache_dtype", "context", "max_context",
+    "concurrency", "block_size", "num_layers", "num_heads",
     "num_kv_heads", "head_dim", "weight_bytes", "kv_bytes_per_token", "kv_bytes_per_request",
     "kv_bytes_per_request_windowed", "kv_bytes_total", "total_bytes", "memory_bytes", "requests_that_fit", "fits",
 }  # fmt: skip
@@ -52,6 +53,39 @@ def test_codec_and_dtype_change_the_bytes():
     large = plan_json("--model", "llama-2-7b", "--dtype", "float32", "--kv-cache-dtype", "float32")
     assert large["weight_bytes"] == 2 * small["weight_bytes"]
     assert large["kv_bytes_total"] == 2 * small["kv_bytes_total"]
+
+
+@pytest.mark.skipif(not native.available(), reason=native.why_not())
+def test_weights_are_those_of_the_native_kernels_where_there_are_any():
+    plans = {
+        weights: plan_json("--model", "llama-2-7b", "--memory-gib", "8", "--weights", weights)
+        for weights in ("auto", "bf16", "int8", "int4")
+    }
+    assert plans["auto"] == plans["int8"]
+    for weights in ("bf16", "int8", "int4"):
+        plan = plans[weights]
+        assert (plan["plane"], plan["isa"]) == ("native", native.isa())
+        assert (plan["weights"], plan["dtype"]) == (weights, "float32")
+    sizes = [plans[weights]["weight_bytes"] for weights in ("bf16", "int8", "int4")]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_a_precision_by_name_is_torch():
+    plan = plan_json("--model", "llama-2-7b", "--dtype", "bfloat16")
+    assert (plan["plane"], plan["isa"]) == ("torch", None)
+    assert (plan["weights"], plan["dtype"]) == ("bfloat16", "bfloat16")
+
+
+def test_weights_and_a_precision_exclude_each_other():
+    arguments = ["plan", "--model", "llama-2-7b", "--weights", "int4", "--dtype", "float32"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert "--weights int4" in result.output
+
+
+def test_int8_kv_is_counted_with_its_scales():
+    plan = plan_json("--model", "llama-2-7b", "--kv-cache-dtype", "int8")
+    assert plan["kv_bytes_per_token"] == 32 * 2 * 32 * (128 + 4)
 
 
 def test_grouped_query_attention_is_counted():

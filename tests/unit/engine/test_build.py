@@ -35,7 +35,9 @@ def test_fingerprint_changes_with_any_file_and_with_the_specification(tmp_path, 
 
 
 def test_allocates_what_the_plan_says(decoder):
-    config = EngineConfig.from_options(model="tiny", memory_gib=0.01, block_size=16)
+    config = EngineConfig.from_options(
+        model="tiny", dtype="float32", memory_gib=0.01, block_size=16
+    )
     plan = resolve(config, decoder.spec, Hardware(cpus=1, available_bytes=2**30))
     core = assemble(plan, decoder, IdTokenizer(), "tiny")
     assert core._runner._arena.num_bytes == plan.kv_bytes

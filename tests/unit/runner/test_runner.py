@@ -77,6 +77,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 def next_token(prompt: list[int]) -> int:
     runner, _, _ = make_runner()
     result = runner.run(plan(sequence("alone", 0, prompt, list(range(12)))))
+    assert result.sample_ns > 0
     return result.samples["alone"].token_id
 
 
@@ -111,6 +112,7 @@ def test_only_sampled_rows_get_logits() -> None:
 def test_a_step_without_samples_computes_no_logits() -> None:
     runner, decoder, _ = make_runner()
     result = runner.run(plan(sequence("a", 0, PROMPT, [7, 2, 9], None)))
+    assert result.sample_ns == 0
     assert result.samples == {}
     assert result.failed == {}
     assert decoder.logit_rows == []
