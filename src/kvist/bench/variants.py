@@ -30,7 +30,11 @@ class Variant:
 VARIANTS: dict[str, dict[str, Variant]] = {
     "openvino": {"q8_0": Variant("q8_0")},
     "llamacpp": {"q8_0": Variant("q8_0"), "q4_0": Variant("q4_0")},
-    "vllm": {"bf16": Variant("folder"), "f32": Variant("folder", {"dtype": "float32"})},
+    "vllm": {
+        "f32": Variant("folder"),
+        "bf16": Variant("folder", {"dtype": "bfloat16"}),
+        "f32-compiled": Variant("folder", {"eager": False}),
+    },
     "transformers": {"f32": Variant("file")},
 }
 """By driver. Each is a peer of its own; ``--peer NAME:VARIANT=...`` asks for one of them."""

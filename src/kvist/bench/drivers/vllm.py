@@ -1,4 +1,7 @@
-"""vLLM on a CPU: its engine stepped by hand, prefix caching on."""
+"""vLLM on a CPU: its engine stepped by hand, prefix caching on.
+
+Eager by default: compiling takes minutes, and needs a working C++ tool chain in that interpreter's environment.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ class Driver:
         import vllm  # noqa: PLC0415  # reads the environment as it is imported
 
         self._vllm = vllm
-        self._dtype = settings.get("dtype", "bfloat16")
+        self._dtype = settings.get("dtype", "float32")
+        self._is_eager = settings.get("eager", True)
         self._engine = vllm.LLM(
             model=settings["weights"],
             dtype=self._dtype,
@@ -28,13 +32,19 @@ class Driver:
             max_num_batched_tokens=settings.get("max_step_tokens", 2048),
             max_num_seqs=64,
             enable_prefix_caching=True,
+            enforce_eager=self._is_eager,
             disable_log_stats=True,
         ).llm_engine
         self._next_id = 0
 
     def describe(self) -> dict[str, Any]:
         """Return versions and settings."""
-        return {"vllm": self._vllm.__version__, "dtype": self._dtype, "enable_prefix_caching": True}
+        return {
+            "vllm": self._vllm.__version__,
+            "dtype": self._dtype,
+            "enforce_eager": self._is_eager,
+            "enable_prefix_caching": True,
+        }
 
     def generate(
         self, row: str, prompts: list[list[int]], max_tokens: int
