@@ -239,6 +239,14 @@ static KVIST_INLINE void finish_panel(const PackedLinear& linear, int panel, Ran
   }
 }
 
+// Lines of a large output are far away and on as many pages as there are rows: a tile asks for its own before it starts.
+static KVIST_INLINE void prefetch_outputs(const LinearShape& shape, int panel, Range rows, const Epilogue& epilogue) {
+  for (int r = rows.first; r < rows.last; ++r) {
+    const float* out = epilogue.out + r * epilogue.out_stride + panel * panel_results(shape);
+    _mm_prefetch(reinterpret_cast<const char*>(out), _MM_HINT_T0);
+  }
+}
+
 // What a tile fetches ahead: its share, evenly over the units it goes through, kLines of kBytes each.
 template <int kBytes>
 struct Ahead {
@@ -285,6 +293,10 @@ static KVIST_INLINE void run_panels(const Kernel& kernel, const std::uint8_t* pa
       for (int t = 0; t < tiles; ++t) {
         const int row = t * kTileRows;
         const int height = count - row < kTileRows ? count - row : kTileRows;
+        if (tiles > 1 && first_unit + cut == units) {
+          const Range tile_rows{rows.first + row, rows.first + row + height};
+          prefetch_outputs(kernel.linear.shape, panel, tile_rows, kernel.epilogue);
+        }
         kernel.tile(height, rows.first + row, first_unit, cut, units_data, ahead, resume, sums + row * kPanel);
         ahead.next += cut * AheadUnit::kLines * ahead.step;
         if (first_unit + cut == units) {
