@@ -25,7 +25,7 @@ constexpr int kSpan = 32;   // inputs whose products can be added in 16 bits
 constexpr int kMaxGroup = 64;
 constexpr std::size_t kVectorBytes = kPanel * sizeof(std::uint16_t);  // the scales or the minima of a group
 constexpr std::size_t kMetaBytes = 2 * kVectorBytes;
-constexpr int kMinExpandTiles = 4;
+constexpr int kMinExpandTiles = 2;
 
 constexpr int unit_bytes(int group) { return static_cast<int>(kMetaBytes) + group * kPanel / 2; }
 
@@ -263,6 +263,24 @@ struct TileRows {
   std::ptrdiff_t stride;
 };
 
+// Four bytes of row I of a tile, kOffset bytes from where `rows` stand, in every lane. Where the compiler may, it keeps sums
+// of offset and stride in registers that it does not have.
+template <int I, int kOffset>
+KVIST_INLINE __m256i broadcast_row(const RowPointers<std::uint8_t>& rows) {
+#if defined(__GNUC__) && !defined(__SANITIZE_ADDRESS__)
+  const std::uint8_t* base = I < 3 ? rows.first : rows.fourth;
+  __m256i v;
+  if constexpr (I % 3 == 0) {
+    asm volatile("vpbroadcastd %c2(%1), %0" : "=x"(v) : "r"(base), "i"(kOffset));
+  } else {
+    asm volatile("vpbroadcastd %c2(%1,%3,%c4), %0" : "=x"(v) : "r"(base), "i"(kOffset), "r"(rows.stride), "i"(I % 3));
+  }
+  return v;
+#else
+  return broadcast_bytes4(rows.row(std::integral_constant<int, I>{}) + kOffset);
+#endif
+}
+
 // The weights of a group as they are packed.
 template <int kGroup>
 struct Packed {
@@ -332,7 +350,7 @@ template <int R, int kGroup, typename Weights>
         __m256i w1;
         Weights::codes(weights, kFirst + step, w0, w1);
         unroll<R>([&](auto i) KVIST_LAMBDA {
-          const __m256i codes = broadcast_bytes4(x.row(i) + kQuad * (kFirst + step));
+          const __m256i codes = broadcast_row<i, kQuad * (kFirst + step)>(x);
           if constexpr (step == 0) {
             low[i] = _mm256_maddubs_epi16(w0, codes);
             high[i] = _mm256_maddubs_epi16(w1, codes);
@@ -344,14 +362,13 @@ template <int R, int kGroup, typename Weights>
       });
       const __m256i ones = _mm256_set1_epi16(1);
       unroll<R>([&](auto i) KVIST_LAMBDA {
-        const auto* meta = reinterpret_cast<const float*>(x.row(i) + kGroup);
-        const __m256 scale = _mm256_broadcast_ss(meta);
+        const __m256 scale = _mm256_castsi256_ps(broadcast_row<i, kGroup>(x));
         const __m256 first = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_madd_epi16(low[i], ones)), scale);
         const __m256 second = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_madd_epi16(high[i], ones)), scale);
         __m256 sum0 = _mm256_fmadd_ps(first, Weights::meta(weights, 0), _mm256_load_ps(sums + kPanel * i));
         __m256 sum1 = _mm256_fmadd_ps(second, Weights::meta(weights, 1), _mm256_load_ps(sums + kPanel * i + 8));
         if constexpr (span == kGroup / kSpan - 1) {
-          const __m256 all = _mm256_broadcast_ss(meta + 1);
+          const __m256 all = _mm256_castsi256_ps(broadcast_row<i, kGroup + 4>(x));
           sum0 = _mm256_fmadd_ps(all, Weights::meta(weights, 2), sum0);
           sum1 = _mm256_fmadd_ps(all, Weights::meta(weights, 3), sum1);
         }
@@ -361,6 +378,7 @@ template <int R, int kGroup, typename Weights>
     });
     x.advance(row_unit_bytes(kGroup));
     weights += Weights::kBytes;
+    pin(sums);
   }
 }
 
@@ -398,13 +416,27 @@ struct Kernel {
   }
 };
 
+// Has the cache lines of results on their way while their last products are computed: they are far apart, and a tile's
+// worth of stores would wait for memory.
+template <int kGroup>
+void fetch_results(const Kernel<kGroup>& kernel, int panel, Range rows) {
+  const Epilogue& epilogue = kernel.epilogue;
+  const int n = panel * panel_results(kernel.linear.shape);
+  for (int r = rows.first; r < rows.last; ++r) {
+    _mm_prefetch(reinterpret_cast<const char*>(epilogue.out + r * epilogue.out_stride + n), _MM_HINT_T0);
+    if (epilogue.residual != nullptr) {
+      _mm_prefetch(reinterpret_cast<const char*>(epilogue.residual + r * epilogue.residual_stride + n), _MM_HINT_T0);
+    }
+  }
+}
+
 // As run_panels, with each cut of a panel expanded once for all tiles.
 template <int kGroup>
 void run_expanded(const Kernel<kGroup>& kernel, Range panels, Range rows, std::uint8_t* scratch) {
   using AheadUnit = Ahead<unit_bytes(kGroup)>;
   const int groups = num_groups(kernel.linear.shape);
   const std::size_t bytes = panel_bytes(kernel.linear.shape);
-  const int num_cuts = ceil_div(groups * expanded_bytes(kGroup), kExpandedBytes);
+  const int num_cuts = ceil_div(groups, kExpandedBytes / expanded_bytes(kGroup));
   const int cut_groups = ceil_div(groups, num_cuts);
   const int tiles = ceil_div(rows.last - rows.first, kTileRows);
   auto* sums = reinterpret_cast<float*>(scratch + kExpandedBytes);
@@ -421,6 +453,9 @@ void run_expanded(const Kernel<kGroup>& kernel, Range panels, Range rows, std::u
         const int row = rows.first + t * kTileRows;
         const int height = rows.last - row < kTileRows ? rows.last - row : kTileRows;
         float* tile_sums = sums + t * kTileRows * kPanel;
+        if (first + cut == groups) {
+          fetch_results(kernel, panel, Range{row, row + height});
+        }
         kTiles<kGroup, Expanded<kGroup>>[height](kernel.rows_at(row, first), scratch, cut, ahead, first > 0, tile_sums);
         ahead.next += cut * AheadUnit::kLines * ahead.step;
         if (first + cut == groups) {
