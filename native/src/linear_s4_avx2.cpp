@@ -1,7 +1,7 @@
 // Int4 weights with AVX2: 8-bit activations, exact sums of codes in each group, groups added in float32 in order.
 //
-//   panel        for each group: 16 float16 scales, 16 float16 minima, then [k / 4][8 outputs][4 inputs] bytes, whose low
-//                nibble is the code of an output of the first eight and whose high nibble that of the one eight further
+//   panel        for each group: 16 float16 scales, 16 float16 minima, then [k / 4][8 outputs][4 inputs] bytes, whose
+//                low nibble is the code of an output of the first eight, whose high nibble that of the one eight further
 //   activations  each row [group]: int8 codes, then their float32 scale and their sum times the scale
 //
 // K is padded to the group. The dominating instruction is vpmaddubsw: 32 products of an unsigned code (0 to 15) and a
@@ -11,21 +11,22 @@
 //
 //   sum = fma(minimum, sum of the row's group, fma(sum of products * scale of the row's group, scale, sum))
 //
-// in float32, whatever the number of rows. With one row, a panel is a stream of 10 bytes per input (groups of 32): memory
-// is the bound. Many rows share weights expanded to bytes and float32, one cut of a panel at a time: a tile then need not
-// part nibbles (three instructions for two vectors) nor widen scales, and the cut stays in the first-level cache.
+// in float32, whatever the number of rows. With one row, a panel is a stream of 10 bytes per input (groups of 32):
+// memory is the bound. Several tiles share weights expanded to bytes and float32, one cut of a panel at a time: a tile
+// then need not part nibbles (three instructions for two vectors) nor widen scales, and the cut stays in the first-level
+// cache.
 
 #include "linear_avx2.h"
 
 namespace kvist::avx2 {
 namespace {
 
-constexpr int kQuad = 4;    // inputs that meet in one 32-bit lane
-constexpr int kSpan = 32;   // inputs whose products can be added in 16 bits
+constexpr int kQuad = 4;   // inputs that meet in one 32-bit lane
+constexpr int kSpan = 32;  // inputs whose products can be added in 16 bits
 constexpr int kMaxGroup = 64;
 constexpr std::size_t kVectorBytes = kPanel * sizeof(std::uint16_t);  // the scales or the minima of a group
 constexpr std::size_t kMetaBytes = 2 * kVectorBytes;
-constexpr int kMinExpandTiles = 2;
+constexpr int kMinExpandTiles = 2;  // of a block of rows, for its weights to be expanded
 
 constexpr int unit_bytes(int group) { return static_cast<int>(kMetaBytes) + group * kPanel / 2; }
 
@@ -263,8 +264,8 @@ struct TileRows {
   std::ptrdiff_t stride;
 };
 
-// Four bytes of row I of a tile, kOffset bytes from where `rows` stand, in every lane. Where the compiler may, it keeps sums
-// of offset and stride in registers that it does not have.
+// Four bytes of row I of a tile, kOffset bytes from where `rows` stand, in every lane. A compiler that may choose the
+// address keeps sums of offset and stride in registers that it does not have.
 template <int I, int kOffset>
 KVIST_INLINE __m256i broadcast_row(const RowPointers<std::uint8_t>& rows) {
 #if defined(__GNUC__) && !defined(__SANITIZE_ADDRESS__)
@@ -456,7 +457,8 @@ void run_expanded(const Kernel<kGroup>& kernel, Range panels, Range rows, std::u
         if (first + cut == groups) {
           fetch_results(kernel, panel, Range{row, row + height});
         }
-        kTiles<kGroup, Expanded<kGroup>>[height](kernel.rows_at(row, first), scratch, cut, ahead, first > 0, tile_sums);
+        const auto tile = kTiles<kGroup, Expanded<kGroup>>[height];
+        tile(kernel.rows_at(row, first), scratch, cut, ahead, first > 0, tile_sums);
         ahead.next += cut * AheadUnit::kLines * ahead.step;
         if (first + cut == groups) {
           kernel.finish(panel, data, Range{row, row + height}, tile_sums);
@@ -470,7 +472,8 @@ template <int kGroup>
 void run_group(const PackedLinear& linear, const std::uint8_t* activations, int rows, Range panel_range,
                Range row_range, const Epilogue& epilogue, std::uint8_t* scratch) {
   const ActivationLayout layout = activation_layout(linear.shape, rows);
-  const Kernel<kGroup> kernel{linear, epilogue, {activations + layout.codes, static_cast<std::ptrdiff_t>(layout.stride)}};
+  const TileRows tile_rows{activations + layout.codes, static_cast<std::ptrdiff_t>(layout.stride)};
+  const Kernel<kGroup> kernel{linear, epilogue, tile_rows};
   if (row_range.last - row_range.first > (kMinExpandTiles - 1) * kTileRows) {
     run_expanded(kernel, panel_range, row_range, scratch);
   } else {
