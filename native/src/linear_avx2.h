@@ -63,8 +63,8 @@ static inline int padded_inputs(const LinearShape& shape) {
   return round_up(shape.num_inputs, 4);
 }
 
-// Activations: one float32 scale for each row (not int4), then the rows (int8: codes of 16 bits, bf16: the float32 values,
-// int4: see there), each padded with zeros.
+// Activations: one float32 scale for each row (not int4), then the rows (int8: codes of 16 bits, bf16: the float32
+// values, int4: see there), each padded with zeros.
 struct ActivationLayout {
   std::size_t codes;
   std::size_t stride;  // bytes from one row to the next

@@ -91,9 +91,9 @@ static inline std::uint16_t f32_to_f16(float value) {
 }
 
 // Grids that an int4 group may have. First, steps that the range of its weights divides into: weights on a grid of 15
-// steps or fewer are met exactly, also where its scale is negative or the group does not use all of its codes (fewer than
-// 8 steps are part of a grid of twice as many). Where none is exact, fits by least squares: clipping a few weights costs
-// less than a coarser step.
+// steps or fewer are met exactly, also where its scale is negative or the group does not use all of its codes (fewer
+// than 8 steps are part of a grid of twice as many). Where none is exact, fits by least squares: clipping a few weights
+// costs less than a coarser step.
 inline constexpr int kInt4MinSteps = 8;
 inline constexpr float kInt4FitSteps[] = {14.5f, 15.5f, 16.25f};
 

@@ -1,7 +1,7 @@
 // Int4 weights with AVX2: 8-bit activations, exact sums of codes in each group, groups added in float32 in order.
 //
-//   panel        for each group: 16 float16 scales, 16 float16 minima, then [k / 4][8 outputs][4 inputs] bytes, whose low
-//                nibble is the code of an output of the first eight and whose high nibble that of the one eight further
+//   panel        for each group: 16 float16 scales, 16 float16 minima, then [k / 4][8 outputs][4 inputs] bytes, whose
+//                low nibble is the code of an output of the first eight, whose high nibble that of the one eight further
 //   activations  each row [group]: int8 codes, then their float32 scale and their sum times the scale
 //
 // K is padded to the group. The dominating instruction is vpmaddubsw: 32 products of an unsigned code (0 to 15) and a
@@ -11,21 +11,22 @@
 //
 //   sum = fma(minimum, sum of the row's group, fma(sum of products * scale of the row's group, scale, sum))
 //
-// in float32, whatever the number of rows. With one row, a panel is a stream of 10 bytes per input (groups of 32): memory
-// is the bound. Many rows share weights expanded to bytes and float32, one cut of a panel at a time: a tile then need not
-// part nibbles (three instructions for two vectors) nor widen scales, and the cut stays in the first-level cache.
+// in float32, whatever the number of rows. With one row, a panel is a stream of 10 bytes per input (groups of 32):
+// memory is the bound. Several tiles share weights expanded to bytes and float32, one cut of a panel at a time: a tile
+// then need not part nibbles (three instructions for two vectors) nor widen scales, and the cut stays in the first-level
+// cache.
 
 #include "linear_avx2.h"
 
 namespace kvist::avx2 {
 namespace {
 
-constexpr int kQuad = 4;    // inputs that meet in one 32-bit lane
-constexpr int kSpan = 32;   // inputs whose products can be added in 16 bits
+constexpr int kQuad = 4;   // inputs that meet in one 32-bit lane
+constexpr int kSpan = 32;  // inputs whose products can be added in 16 bits
 constexpr int kMaxGroup = 64;
 constexpr std::size_t kVectorBytes = kPanel * sizeof(std::uint16_t);  // the scales or the minima of a group
 constexpr std::size_t kMetaBytes = 2 * kVectorBytes;
-constexpr int kMinExpandTiles = 4;
+constexpr int kMinExpandTiles = 2;  // of a block of rows, for its weights to be expanded
 
 constexpr int unit_bytes(int group) { return static_cast<int>(kMetaBytes) + group * kPanel / 2; }
 
@@ -263,6 +264,24 @@ struct TileRows {
   std::ptrdiff_t stride;
 };
 
+// Four bytes of row I of a tile, kOffset bytes from where `rows` stand, in every lane. A compiler that may choose the
+// address keeps sums of offset and stride in registers that it does not have.
+template <int I, int kOffset>
+KVIST_INLINE __m256i broadcast_row(const RowPointers<std::uint8_t>& rows) {
+#if defined(__GNUC__) && !defined(__SANITIZE_ADDRESS__)
+  const std::uint8_t* base = I < 3 ? rows.first : rows.fourth;
+  __m256i v;
+  if constexpr (I % 3 == 0) {
+    asm volatile("vpbroadcastd %c2(%1), %0" : "=x"(v) : "r"(base), "i"(kOffset));
+  } else {
+    asm volatile("vpbroadcastd %c2(%1,%3,%c4), %0" : "=x"(v) : "r"(base), "i"(kOffset), "r"(rows.stride), "i"(I % 3));
+  }
+  return v;
+#else
+  return broadcast_bytes4(rows.row(std::integral_constant<int, I>{}) + kOffset);
+#endif
+}
+
 // The weights of a group as they are packed.
 template <int kGroup>
 struct Packed {
@@ -332,7 +351,7 @@ template <int R, int kGroup, typename Weights>
         __m256i w1;
         Weights::codes(weights, kFirst + step, w0, w1);
         unroll<R>([&](auto i) KVIST_LAMBDA {
-          const __m256i codes = broadcast_bytes4(x.row(i) + kQuad * (kFirst + step));
+          const __m256i codes = broadcast_row<i, kQuad * (kFirst + step)>(x);
           if constexpr (step == 0) {
             low[i] = _mm256_maddubs_epi16(w0, codes);
             high[i] = _mm256_maddubs_epi16(w1, codes);
@@ -344,14 +363,13 @@ template <int R, int kGroup, typename Weights>
       });
       const __m256i ones = _mm256_set1_epi16(1);
       unroll<R>([&](auto i) KVIST_LAMBDA {
-        const auto* meta = reinterpret_cast<const float*>(x.row(i) + kGroup);
-        const __m256 scale = _mm256_broadcast_ss(meta);
+        const __m256 scale = _mm256_castsi256_ps(broadcast_row<i, kGroup>(x));
         const __m256 first = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_madd_epi16(low[i], ones)), scale);
         const __m256 second = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_madd_epi16(high[i], ones)), scale);
         __m256 sum0 = _mm256_fmadd_ps(first, Weights::meta(weights, 0), _mm256_load_ps(sums + kPanel * i));
         __m256 sum1 = _mm256_fmadd_ps(second, Weights::meta(weights, 1), _mm256_load_ps(sums + kPanel * i + 8));
         if constexpr (span == kGroup / kSpan - 1) {
-          const __m256 all = _mm256_broadcast_ss(meta + 1);
+          const __m256 all = _mm256_castsi256_ps(broadcast_row<i, kGroup + 4>(x));
           sum0 = _mm256_fmadd_ps(all, Weights::meta(weights, 2), sum0);
           sum1 = _mm256_fmadd_ps(all, Weights::meta(weights, 3), sum1);
         }
@@ -361,6 +379,7 @@ template <int R, int kGroup, typename Weights>
     });
     x.advance(row_unit_bytes(kGroup));
     weights += Weights::kBytes;
+    pin(sums);
   }
 }
 
@@ -398,13 +417,27 @@ struct Kernel {
   }
 };
 
+// Has the cache lines of results on their way while their last products are computed: they are far apart, and a tile's
+// worth of stores would wait for memory.
+template <int kGroup>
+void fetch_results(const Kernel<kGroup>& kernel, int panel, Range rows) {
+  const Epilogue& epilogue = kernel.epilogue;
+  const int n = panel * panel_results(kernel.linear.shape);
+  for (int r = rows.first; r < rows.last; ++r) {
+    _mm_prefetch(reinterpret_cast<const char*>(epilogue.out + r * epilogue.out_stride + n), _MM_HINT_T0);
+    if (epilogue.residual != nullptr) {
+      _mm_prefetch(reinterpret_cast<const char*>(epilogue.residual + r * epilogue.residual_stride + n), _MM_HINT_T0);
+    }
+  }
+}
+
 // As run_panels, with each cut of a panel expanded once for all tiles.
 template <int kGroup>
 void run_expanded(const Kernel<kGroup>& kernel, Range panels, Range rows, std::uint8_t* scratch) {
   using AheadUnit = Ahead<unit_bytes(kGroup)>;
   const int groups = num_groups(kernel.linear.shape);
   const std::size_t bytes = panel_bytes(kernel.linear.shape);
-  const int num_cuts = ceil_div(groups * expanded_bytes(kGroup), kExpandedBytes);
+  const int num_cuts = ceil_div(groups, kExpandedBytes / expanded_bytes(kGroup));
   const int cut_groups = ceil_div(groups, num_cuts);
   const int tiles = ceil_div(rows.last - rows.first, kTileRows);
   auto* sums = reinterpret_cast<float*>(scratch + kExpandedBytes);
@@ -421,7 +454,11 @@ void run_expanded(const Kernel<kGroup>& kernel, Range panels, Range rows, std::u
         const int row = rows.first + t * kTileRows;
         const int height = rows.last - row < kTileRows ? rows.last - row : kTileRows;
         float* tile_sums = sums + t * kTileRows * kPanel;
-        kTiles<kGroup, Expanded<kGroup>>[height](kernel.rows_at(row, first), scratch, cut, ahead, first > 0, tile_sums);
+        if (first + cut == groups) {
+          fetch_results(kernel, panel, Range{row, row + height});
+        }
+        const auto tile = kTiles<kGroup, Expanded<kGroup>>[height];
+        tile(kernel.rows_at(row, first), scratch, cut, ahead, first > 0, tile_sums);
         ahead.next += cut * AheadUnit::kLines * ahead.step;
         if (first + cut == groups) {
           kernel.finish(panel, data, Range{row, row + height}, tile_sums);
@@ -435,7 +472,8 @@ template <int kGroup>
 void run_group(const PackedLinear& linear, const std::uint8_t* activations, int rows, Range panel_range,
                Range row_range, const Epilogue& epilogue, std::uint8_t* scratch) {
   const ActivationLayout layout = activation_layout(linear.shape, rows);
-  const Kernel<kGroup> kernel{linear, epilogue, {activations + layout.codes, static_cast<std::ptrdiff_t>(layout.stride)}};
+  const TileRows tile_rows{activations + layout.codes, static_cast<std::ptrdiff_t>(layout.stride)};
+  const Kernel<kGroup> kernel{linear, epilogue, tile_rows};
   if (row_range.last - row_range.first > (kMinExpandTiles - 1) * kTileRows) {
     run_expanded(kernel, panel_range, row_range, scratch);
   } else {

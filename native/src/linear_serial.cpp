@@ -8,9 +8,9 @@
 //   activations: one float32 scale for each row (int4: for each row and group), then rows x K codes of 16 bits, or
 //   rows x K float32 for bf16
 //
-// Numerics: sums of codes in int32, exact; scaled sums, bias, gate and residual in float32, in this order. int4 adds the
-// scaled sums of its groups in float32, first group first, of each the products and then what the minimum adds; bf16
-// adds products in float32, first input first.
+// Numerics: sums of codes in int32, exact; scaled sums, bias, gate and residual in float32, in this order. int4 adds
+// the scaled sums of its groups in float32, first group first, of each the products and then what the minimum adds;
+// bf16 adds products in float32, first input first.
 
 #include <algorithm>
 #include <cmath>

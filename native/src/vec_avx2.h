@@ -57,7 +57,7 @@ static KVIST_INLINE void fma_in_place(__m256& sum, __m256 a, __m256 b) {
 
 // Makes an address opaque here: keeps the compiler from a separate register for every element an unrolled loop reads.
 template <typename T>
-static KVIST_INLINE void pin(const T*& p) {
+static KVIST_INLINE void pin(T*& p) {
 #if defined(__GNUC__)
   asm("" : "+r"(p));
 #endif

@@ -67,14 +67,14 @@ def time_attention(pool: Pool, queries: Annotated[NDArray[numpy.float32], dict(s
 
 def encode_kv(codec: str, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None))]: ...
 
-def measure_ceiling(pool: Pool, what: str, bytes: int = 0, seconds: float = 0.1) -> float:
-    """
-    Bytes read (`read`, over a buffer of that size) or operations done a second, all threads together.
-    """
-
 class Model:
     def __init__(self, shape: dict, ropes: list, layers: list, embedding: object, final_norm: object, head: object) -> None: ...
 
     def phase_ns(self) -> dict: ...
 
     def step(self, pool: Pool, arena: Annotated[NDArray[numpy.uint8], dict(shape=(None, None), order='C', device='cpu')], codec: str, block_size: int, sequences: list, logits: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')]) -> tuple: ...
+
+def measure_ceiling(pool: Pool, what: str, bytes: int = 0, seconds: float = 0.1) -> float:
+    """
+    Bytes read (`read`, over a buffer of that size) or operations done a second, all threads together.
+    """

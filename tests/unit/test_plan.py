@@ -122,8 +122,9 @@ class TestResolve:
         packed = {
             "bf16": sum(2 * n * k for n, k in matrices),
             "int8": sum(n * k + 4 * n for n, k in matrices),
-            # 40 inputs are one group of 32 and one of 8.
-            "int4": sum(n * k // 2 + 4 * n * (k // 32 + (k % 32 > 0)) for n, k in matrices),
+            # 40 inputs are one group of 32 and one of 8; the logits' matrix is int8.
+            "int4": sum(n * k // 2 + 4 * n * (k // 32 + (k % 32 > 0)) for n, k in matrices[:-1])
+            + 256 * (64 + 4),
         }
         norms_and_biases = 3 * 64 + 128
         assert plan.weight_bytes == packed[kind] + 2 * 256 * 64 + 4 * norms_and_biases

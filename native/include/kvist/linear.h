@@ -5,7 +5,7 @@
 // xq is the row divided by its own scale a[r] = max|x[r]| / limit and rounded to nearest (an all-zero row has a = 0).
 // With int4 weights, each group g of inputs of a row has its own scale, and weights are minimum + scale * code:
 //
-//   y[r, n] = sum_g (a[r, g] * scale[n, g] * sum_k xq[r, k] * code[n, k] + minimum[n, g] * a[r, g] * sum_k xq[r, k]) + ...
+//   y[r, n] = sum_g a[r, g] * (scale[n, g] * sum_k xq[r, k] * code[n, k] + minimum[n, g] * sum_k xq[r, k]) + ...
 //
 // Integer sums are exact and floats are added in an order of their own, so a row's result does not depend on the other
 // rows of the call, on tiling or on threads.
