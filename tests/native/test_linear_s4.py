@@ -1,4 +1,4 @@
-"""Linear layers in every format, and what is particular to int4, against float64 on the values that weights stand for."""
+"""Linear layers in every format, and what is particular to int4, against float64 on what the weights stand for."""
 
 from __future__ import annotations
 
