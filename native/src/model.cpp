@@ -19,6 +19,9 @@ namespace {
 constexpr int kOwnRows = 4;
 // Rows that a thread claims at once in a row-wise phase: about ten microseconds.
 constexpr int kRowChunk = 8;
+// At most: see Run::operator().
+constexpr std::size_t kPhasesPerLayer = 16;
+constexpr std::size_t kPhasesBeside = 8;
 
 // Charges the time since the last call to a phase; the first thread's alone, the others' does nothing.
 class PhaseClock {
@@ -138,7 +141,7 @@ Model::~Model() = default;
 
 void Model::step(Pool& pool, const StepInputs& inputs, const StepOutputs& outputs) {
   const Run run(*this, pool, inputs, outputs);
-  pool.run(run);
+  pool.run_phases(run, kPhasesPerLayer * weights_.layers.size() + kPhasesBeside);
 }
 
 Model::Run::Run(Model& model, Pool& pool, const StepInputs& inputs, const StepOutputs& outputs)
@@ -219,10 +222,10 @@ void Model::Run::operator()(Worker& worker) const {
         quantise_normed(worker, thread, layer.qkv.shape, x, rows, layer.attention_norm);
     clock.charge(Phase::kNorm);
     multiply(worker, thread, layer.qkv, activations, rows, {buffers_.qkv.data(), qkv_width_, nullptr, 0});
-    worker.barrier();
+    worker.end_phase();
     clock.charge(Phase::kQkv);
     rotate_and_store(worker, index);
-    worker.barrier();
+    worker.end_phase();
     clock.charge(Phase::kStore);
     if (is_last && inputs_.num_logits == 0) {
       return;
@@ -232,7 +235,7 @@ void Model::Run::operator()(Worker& worker) const {
     const float* attended = buffers_.attended.data();
     if (is_last && inputs_.num_logits != rows) {
       select_rows(worker);
-      worker.barrier();
+      worker.end_phase();
       attended = buffers_.picked.data();
       x = buffers_.selected.data();
       rows = inputs_.num_logits;
@@ -244,7 +247,7 @@ void Model::Run::operator()(Worker& worker) const {
     clock.charge(Phase::kNorm);
     multiply(worker, thread, layer.gate_up, activations, rows,
              {buffers_.gated.data(), shape_.intermediate, nullptr, 0});
-    worker.barrier();
+    worker.end_phase();
     clock.charge(Phase::kGateUp);
     activations =
         quantise_plain(worker, thread, layer.down.shape, buffers_.gated.data(), shape_.intermediate, rows);
@@ -252,7 +255,7 @@ void Model::Run::operator()(Worker& worker) const {
     clock.charge(Phase::kDown);
   }
   score(worker, thread, x);
-  worker.barrier();
+  worker.end_phase();
   clock.charge(Phase::kHead);
 }
 
@@ -275,7 +278,7 @@ void Model::Run::embed(Worker& worker) const {
       }
     }
   });
-  worker.barrier();
+  worker.end_phase();
 }
 
 void Model::Run::rotate_and_store(Worker& worker, std::size_t index) const {
@@ -333,13 +336,13 @@ void Model::Run::attend(Worker& worker, Thread& thread, std::size_t index) const
   for (int item = worker.claim(items); item >= 0; item = worker.claim(items)) {
     plan.run(item, layer, rows, thread.scratch.data());
   }
-  worker.barrier();
+  worker.end_phase();
   const int merges = plan.num_merges();
   if (merges > 0) {
     for (int merge = worker.claim(merges); merge >= 0; merge = worker.claim(merges)) {
       plan.merge(merge, rows);
     }
-    worker.barrier();
+    worker.end_phase();
   }
 }
 
@@ -375,7 +378,7 @@ const std::uint8_t* Model::Run::quantise_normed(Worker& worker, Thread& thread, 
     norm(first, last, buffers_.normed.data());
     linear_.quantise(shape, buffers_.normed.data(), width, rows, first, last, buffers_.activations.data());
   });
-  worker.barrier();
+  worker.end_phase();
   return buffers_.activations.data();
 }
 
@@ -389,7 +392,7 @@ const std::uint8_t* Model::Run::quantise_plain(Worker& worker, Thread& thread, c
   for_rows(worker, rows, step, [&](int first, int last) {
     linear_.quantise(shape, source, stride, rows, first, last, buffers_.activations.data());
   });
-  worker.barrier();
+  worker.end_phase();
   return buffers_.activations.data();
 }
 
@@ -406,18 +409,18 @@ void Model::Run::add_update(Worker& worker, Thread& thread, const PackedLinear& 
   const std::ptrdiff_t width = shape_.hidden;
   if (post_norm == nullptr) {
     multiply(worker, thread, linear, activations, rows, {x, width, x, width});
-    worker.barrier();
+    worker.end_phase();
     return;
   }
   float* update = buffers_.update.data();
   multiply(worker, thread, linear, activations, rows, {update, width, nullptr, 0});
-  worker.barrier();
+  worker.end_phase();
   for_rows(worker, rows, kRowChunk, [&](int first, int last) {
     for (int row = first; row < last; ++row) {
       rowwise_.add_rms_norm(update + row * width, post_norm, shape_.hidden, shape_.norm_eps, x + row * width);
     }
   });
-  worker.barrier();
+  worker.end_phase();
 }
 
 void Model::Run::score(Worker& worker, Thread& thread, const float* x) const {
@@ -425,7 +428,7 @@ void Model::Run::score(Worker& worker, Thread& thread, const float* x) const {
   const int rows = inputs_.num_logits;
   const std::uint8_t* activations = quantise_normed(worker, thread, head.shape, x, rows, model_.weights_.final_norm);
   multiply(worker, thread, head, activations, rows, {outputs_.logits, shape_.vocab, nullptr, 0});
-  worker.barrier();
+  worker.end_phase();
   for_rows(worker, rows, 1, [&](int first, int) {
     float* logits = outputs_.logits + static_cast<std::ptrdiff_t>(first) * shape_.vocab;
     if (shape_.logit_softcap > 0.0F) {

@@ -44,45 +44,72 @@ class FlushDenormals {
 
 }  // namespace
 
-void Pool::wait_change(const std::atomic<std::uint32_t>& value, std::uint32_t old) {
+template <typename Value, typename IsReached>
+void Pool::wait_until(const std::atomic<Value>& value, IsReached is_reached) {
   for (int spin = 0; spin < kSpins; ++spin) {
-    if (value.load(std::memory_order_acquire) != old) {
+    if (is_reached(value.load(std::memory_order_acquire))) {
       return;
     }
     relax();
   }
   // Counted before the value is looked at again: whoever changes it afterwards sees the sleeper and wakes it.
   sleepers_.fetch_add(1, std::memory_order_seq_cst);
-  while (value.load(std::memory_order_seq_cst) == old) {
-    value.wait(old, std::memory_order_seq_cst);
+  for (Value seen = value.load(std::memory_order_seq_cst); !is_reached(seen);
+       seen = value.load(std::memory_order_seq_cst)) {
+    value.wait(seen, std::memory_order_seq_cst);
   }
   sleepers_.fetch_sub(1, std::memory_order_seq_cst);
 }
 
 void Worker::barrier() {
   Pool& pool = *pool_;
+  has_item_ = false;
   const std::uint32_t epoch = pool.barrier_epoch_.load(std::memory_order_acquire);
+  phase_ = (phase_ + 1) % pool.phases_.size();
   if (pool.arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == count_) {
     pool.arrived_.store(0, std::memory_order_relaxed);
-    pool.next_item_.store(0, std::memory_order_relaxed);
+    pool.phases_[phase_].next.store(0, std::memory_order_relaxed);
+    pool.phases_[phase_].done.store(0, std::memory_order_relaxed);
     pool.barrier_epoch_.store(epoch + 1, std::memory_order_seq_cst);
     if (pool.sleepers_.load(std::memory_order_seq_cst) != 0) {
       pool.barrier_epoch_.notify_all();
     }
     return;
   }
-  pool.wait_change(pool.barrier_epoch_, epoch);
+  pool.wait_until(pool.barrier_epoch_, [&](std::uint32_t now) { return now != epoch; });
 }
 
 int Worker::claim(int total) {
-  if (total <= 0) {
+  Pool::Phase& phase = pool_->phases_[phase_];
+  total_ = total;
+  if (has_item_) {
+    has_item_ = false;
+    phase.done.fetch_add(1, std::memory_order_seq_cst);
+    if (pool_->sleepers_.load(std::memory_order_seq_cst) != 0) {
+      phase.done.notify_all();
+    }
+  }
+  // Looked at first: threads that come late should not write what others read.
+  if (phase.next.load(std::memory_order_relaxed) >= total) {
     return -1;
   }
-  const int item = pool_->next_item_.fetch_add(1, std::memory_order_relaxed);
-  return item < total ? item : -1;
+  const int item = phase.next.fetch_add(1, std::memory_order_relaxed);
+  has_item_ = item < total;
+  return has_item_ ? item : -1;
 }
 
-Pool::Pool(int num_threads) : num_threads_(std::max(1, num_threads)) {
+void Worker::end_phase() {
+  Pool::Phase& phase = pool_->phases_[phase_];
+  const int total = total_;
+  if (has_item_) {
+    claim(0);
+  }
+  pool_->wait_until(phase.done, [&](int done) { return done >= total; });
+  ++phase_;
+  total_ = 0;
+}
+
+Pool::Pool(int num_threads) : num_threads_(std::max(1, num_threads)), phases_(2) {
   threads_.reserve(static_cast<std::size_t>(num_threads_ - 1));
   for (int index = 1; index < num_threads_; ++index) {
     threads_.emplace_back([this, index] { serve(index); });
@@ -91,8 +118,8 @@ Pool::Pool(int num_threads) : num_threads_(std::max(1, num_threads)) {
 
 Pool::~Pool() {
   stopping_.store(true, std::memory_order_release);
-  run_epoch_.fetch_add(1, std::memory_order_seq_cst);
-  run_epoch_.notify_all();
+  run_.fetch_add(2, std::memory_order_seq_cst);
+  run_.notify_all();
   for (auto& thread : threads_) {
     thread.join();
   }
@@ -102,33 +129,56 @@ void Pool::serve(int index) {
   const FlushDenormals flush;
   std::uint32_t seen = 0;
   while (true) {
-    wait_change(run_epoch_, seen);
-    seen = run_epoch_.load(std::memory_order_acquire);
+    wait_until(run_, [&](std::uint32_t now) { return now != seen && (now % 2 == 1 || stopping_.load()); });
     if (stopping_.load(std::memory_order_acquire)) {
       return;
     }
-    Worker worker(*this, index, num_threads_);
-    function_(context_, worker);
-    worker.barrier();
+    // First counted, then looked: a caller that closes the run either is seen here or sees this thread.
+    inside_.fetch_add(1, std::memory_order_seq_cst);
+    // No run begins while a thread is inside an open one.
+    const std::uint32_t now = run_.load(std::memory_order_seq_cst);
+    if (now != seen && now % 2 == 1) {
+      seen = now;
+      Worker worker(*this, index, num_threads_);
+      function_(context_, worker);
+      if (waits_for_all_) {
+        worker.barrier();
+      }
+    }
+    inside_.fetch_sub(1, std::memory_order_seq_cst);
+    if (sleepers_.load(std::memory_order_seq_cst) != 0) {
+      inside_.notify_all();
+    }
   }
 }
 
-void Pool::run_raw(Function function, const void* context) {
+void Pool::run_raw(Function function, const void* context, std::size_t num_phases) {
   while (busy_.test_and_set(std::memory_order_acquire)) {
     busy_.wait(true, std::memory_order_relaxed);
   }
   {
     const FlushDenormals flush;
-    next_item_.store(0, std::memory_order_relaxed);
+    if (phases_.size() < num_phases + 1) {
+      phases_ = std::vector<Phase>(num_phases + 1);
+    }
+    for (Phase& phase : phases_) {
+      phase.next.store(0, std::memory_order_relaxed);
+      phase.done.store(0, std::memory_order_relaxed);
+    }
     function_ = function;
     context_ = context;
-    run_epoch_.fetch_add(1, std::memory_order_seq_cst);
+    waits_for_all_ = num_phases == 0;
+    run_.fetch_add(1, std::memory_order_seq_cst);  // odd: open
     if (sleepers_.load(std::memory_order_seq_cst) != 0) {
-      run_epoch_.notify_all();
+      run_.notify_all();
     }
     Worker worker(*this, 0, num_threads_);
     function(context, worker);
-    worker.barrier();
+    if (waits_for_all_) {
+      worker.barrier();
+    }
+    run_.fetch_add(1, std::memory_order_seq_cst);
+    wait_until(inside_, [](int inside) { return inside == 0; });
   }
   busy_.clear(std::memory_order_release);
   busy_.notify_one();

@@ -1,11 +1,16 @@
 // The one pool of threads: every thread runs the same function, and they meet at barriers.
 //
-// A step is one `run`: the threads claim pieces of work from counters and wait for each other between phases. Waiting
-// spins for a bounded time, because the next phase is microseconds away, and then sleeps, because on a shared core the
-// thread waited for may need the very core that the waiting one burns.
+// The threads claim pieces of work from counters, phase by phase. In `run` they wait for each other at barriers. In
+// `run_phases` they wait for the work and not for each other: a phase ends when its items are done, and a thread that the
+// system took off its core comes back to phases without items until it has caught up. A step has hundreds of phases, and
+// a time slice lost in one of them would hold all threads up.
+//
+// Waiting spins for a bounded time, because the next phase is microseconds away, and then sleeps, because on a shared core
+// the thread waited for may need the very core that the waiting one burns.
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <thread>
 #include <vector>
@@ -20,12 +25,16 @@ class Worker {
   int index() const { return index_; }
   int count() const { return count_; }
 
-  // Returns once every thread of the run has called it. The last to arrive resets the claim counter.
+  // Claims the next of `total` items of the current phase, dynamically: [0, total) each exactly once over all threads,
+  // -1 when none is left. An item is done when its thread claims again or ends the phase.
+  int claim(int total);
+
+  // Begins a new phase once every thread of the run has called it; for `run` only.
   void barrier();
 
-  // Claims the next of `total` items of the current phase, dynamically: [0, total) each exactly once over all threads,
-  // -1 when none is left. A barrier begins a new phase.
-  int claim(int total);
+  // Begins a new phase once all items of this one are done, whoever did them. What the thread computed for itself before
+  // its claims may be wrong if it came late, and is then of no use to anybody: it will find no item.
+  void end_phase();
 
  private:
   friend class Pool;
@@ -33,6 +42,9 @@ class Worker {
   Pool* pool_;
   int index_;
   int count_;
+  std::size_t phase_ = 0;
+  int total_ = 0;  // items of the current phase
+  bool has_item_ = false;
 };
 
 class Pool {
@@ -49,23 +61,45 @@ class Pool {
   // callers on several threads take turns. `body` must not throw.
   template <typename Body>
   void run(const Body& body) {
-    run_raw([](const void* context, Worker& worker) { (*static_cast<const Body*>(context))(worker); }, &body);
+    run_raw(&call<Body>, &body, 0);
+  }
+
+  // The same for a body that ends its phases with end_phase, at most num_phases of them. Returns when thread 0 is through
+  // and the others have left; threads that never woke take no part.
+  template <typename Body>
+  void run_phases(const Body& body, std::size_t num_phases) {
+    run_raw(&call<Body>, &body, num_phases);
   }
 
  private:
   friend class Worker;
   using Function = void (*)(const void*, Worker&);
-  void run_raw(Function function, const void* context);
+
+  struct alignas(64) Phase {
+    std::atomic<int> next{0};
+    std::atomic<int> done{0};
+  };
+
+  template <typename Body>
+  static void call(const void* context, Worker& worker) {
+    (*static_cast<const Body*>(context))(worker);
+  }
+
+  // num_phases 0: all threads take part, and phases end at barriers.
+  void run_raw(Function function, const void* context, std::size_t num_phases);
   void serve(int index);
-  void wait_change(const std::atomic<std::uint32_t>& value, std::uint32_t old);
+  template <typename Value, typename IsReached>
+  void wait_until(const std::atomic<Value>& value, IsReached is_reached);
 
   int num_threads_;
   std::vector<std::thread> threads_;
-  alignas(64) std::atomic<std::uint32_t> run_epoch_{0};
+  alignas(64) std::atomic<std::uint32_t> run_{0};  // odd while a run may be entered; each run has numbers of its own
   alignas(64) std::atomic<std::uint32_t> barrier_epoch_{0};
   alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<int> next_item_{0};
+  alignas(64) std::atomic<int> inside_{0};  // threads other than the caller's that are in a run, or about to look
   alignas(64) std::atomic<std::uint32_t> sleepers_{0};
+  std::vector<Phase> phases_;
+  bool waits_for_all_ = true;
   Function function_ = nullptr;
   const void* context_ = nullptr;
   std::atomic<bool> stopping_{false};
