@@ -38,8 +38,7 @@ template <int kCount, typename Body>
 [[gnu::always_inline]] inline void unroll(Body&& body) {
   [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) __attribute__((always_inline)) {
     (body(std::integral_constant<int, kIndex>{}), ...);
-  }
-  (std::make_integer_sequence<int, kCount>{});
+  }(std::make_integer_sequence<int, kCount>{});
 }
 
 // sum += x, and sum += a * b, in the order written and in sum's own register. Left to itself the compiler gathers the

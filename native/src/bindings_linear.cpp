@@ -277,8 +277,9 @@ void run_linear(Worker& worker, const LinearKernels& kernels, const PackedLinear
 }
 
 void bind_linear(nb::module_& module) {
-  module.def("linear_layout", [] { return std::string(linear_kernels(current_isa()).layout); },
-             "Names how the current instruction set lays packed weights out.");
+  module.def(
+      "linear_layout", [] { return std::string(linear_kernels(current_isa()).layout); },
+      "Names how the current instruction set lays packed weights out.");
   nb::class_<OwnedLinear>(module, "PackedLinear")
       .def("__init__", pack_matrix, nb::arg("weights").noconvert(), nb::arg("kind"), nb::arg("group"), nb::arg("gate"),
            nb::arg("pool"), "Packs (N, K) float32 weights for the current instruction set.")
@@ -291,23 +292,26 @@ void bind_linear(nb::module_& module) {
       .def_prop_ro("num_inputs", [](const OwnedLinear& self) { return self.packed.shape.num_inputs; })
       .def_prop_ro("activation_limit",
                    [](const OwnedLinear& self) { return self.kernels->activation_limit(self.packed.shape); })
-      .def("data",
-           [](nb::handle self) {
-             const auto& linear = nb::cast<const OwnedLinear&>(self);
-             return nb::ndarray<nb::numpy, const std::uint8_t>(linear.packed.data, {linear.bytes}, self);
-           },
-           "The packed bytes, read-only.")
-      .def("unpack",
-           [](const OwnedLinear& self) {
-             const LinearShape& shape = self.packed.shape;
-             nb::object out = new_matrix(static_cast<std::size_t>(shape.num_outputs),
-                                         static_cast<std::size_t>(shape.num_inputs));
-             self.kernels->unpack(shape, self.packed.data, nb::cast<FloatOut>(out).data());
-             return out;
-           },
-           "The values that the packed weights stand for, (N, K) float32.");
+      .def(
+          "data",
+          [](nb::handle self) {
+            const auto& linear = nb::cast<const OwnedLinear&>(self);
+            return nb::ndarray<nb::numpy, const std::uint8_t>(linear.packed.data, {linear.bytes}, self);
+          },
+          "The packed bytes, read-only.")
+      .def(
+          "unpack",
+          [](const OwnedLinear& self) {
+            const LinearShape& shape = self.packed.shape;
+            nb::object out =
+                new_matrix(static_cast<std::size_t>(shape.num_outputs), static_cast<std::size_t>(shape.num_inputs));
+            self.kernels->unpack(shape, self.packed.data, nb::cast<FloatOut>(out).data());
+            return out;
+          },
+          "The values that the packed weights stand for, (N, K) float32.");
   module.def("linear", linear, nb::arg("pool"), nb::arg("weights"), nb::arg("x").noconvert(),
-             nb::arg("bias").noconvert().none() = nb::none(), nb::arg("residual").noconvert().none() = nb::none(), nb::arg("out").none() = nb::none(),
+             nb::arg("bias").noconvert().none() = nb::none(), nb::arg("residual").noconvert().none() = nb::none(),
+             nb::arg("out").none() = nb::none(),
              "One linear layer: (T, K) float32 to (T, N), or (T, N / 2) with a gate.");
   module.def("time_linear", time_linear, nb::arg("pool"), nb::arg("matrices"), nb::arg("rows"), nb::arg("repeats"),
              "Seconds per call, measured without Python in between.");

@@ -45,10 +45,9 @@ class BoundModel {
              const nb::object& final_norm, const nb::object& head) {
     const auto integer = [&](const char* name) { return nb::cast<int>(shape[name]); };
     const auto real = [&](const char* name) { return nb::cast<float>(shape[name]); };
-    shape_ = {integer("hidden"),         integer("num_heads"),         integer("num_kv_heads"),
-              integer("head_dim"),       integer("intermediate"),      integer("vocab"),
-              real("norm_eps"),          real("embedding_scale"),      real("attention_scale"),
-              real("attention_softcap"), real("logit_softcap")};
+    shape_ = {integer("hidden"),       integer("num_heads"),      integer("num_kv_heads"), integer("head_dim"),
+              integer("intermediate"), integer("vocab"),          real("norm_eps"),        real("embedding_scale"),
+              real("attention_scale"), real("attention_softcap"), real("logit_softcap")};
     check(shape_.hidden > 0 && shape_.num_heads > 0 && shape_.num_kv_heads > 0 && shape_.head_dim > 0 &&
               shape_.intermediate > 0 && shape_.vocab > 0,
           "every dimension of a model must be at least 1");
@@ -198,9 +197,9 @@ class BoundModel {
 
   const float* vector(const nb::handle object, int size, const char* name) {
     const auto array = nb::cast<Array<float, 1>>(object);
-    check(array.shape(0) == static_cast<std::size_t>(size),
-          std::string(name) + " must have " + std::to_string(size) + " elements, received " +
-              std::to_string(array.shape(0)));
+    check(array.shape(0) == static_cast<std::size_t>(size), std::string(name) + " must have " + std::to_string(size) +
+                                                                " elements, received " +
+                                                                std::to_string(array.shape(0)));
     keep_.append(object);
     return array.data();
   }
@@ -217,7 +216,8 @@ class BoundModel {
     check(packed.shape.num_inputs == num_inputs && packed.shape.num_outputs == num_outputs,
           std::string(name) + " must be (" + std::to_string(num_outputs) + ", " + std::to_string(num_inputs) + ")");
     check((packed.shape.gate == Gate::kNone) == (gate == Gate::kNone), std::string(name) + " has the wrong gate");
-    check(owned.kernels == &linear_kernels(current_isa()), std::string(name) + " was packed for another instruction set");
+    check(owned.kernels == &linear_kernels(current_isa()),
+          std::string(name) + " was packed for another instruction set");
     packed.bias = pair[1].is_none() ? nullptr : vector(pair[1], num_outputs, name);
     keep_.append(object);
     return packed;

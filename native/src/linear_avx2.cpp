@@ -1,6 +1,7 @@
 // The AVX2 table: panels and items; the kernels of each weight kind are in linear_s8, linear_s4 and linear_bf16.
 
 #include "linear_avx2.h"
+
 #include "linear_tables.h"
 
 namespace kvist::avx2 {

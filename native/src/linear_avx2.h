@@ -38,8 +38,8 @@ struct KindKernels {
   void (*pack_panel)(const LinearShape& shape, const float* const (&rows)[kPanel], std::uint8_t* panel);
   void (*unpack_panel)(const LinearShape& shape, const std::uint8_t* panel, float* const (&rows)[kPanel]);
   void (*quantise_row)(const LinearShape& shape, const float* x, int row, int rows, std::uint8_t* activations);
-  void (*run)(const PackedLinear& linear, const std::uint8_t* activations, int rows, Range panel_range,
-              Range row_range, const Epilogue& epilogue, std::uint8_t* scratch);
+  void (*run)(const PackedLinear& linear, const std::uint8_t* activations, int rows, Range panel_range, Range row_range,
+              const Epilogue& epilogue, std::uint8_t* scratch);
 };
 
 extern const KindKernels kInt8Kernels;
@@ -109,8 +109,8 @@ static inline ItemPlan plan_items(const LinearShape& shape, std::size_t panel_by
   plan.rows_per_block = round_up(ceil_div(rows, plan.row_blocks), kTileRows);
   plan.row_blocks = ceil_div(rows, plan.rows_per_block);
   const double read_ns = static_cast<double>(panel_bytes) / kBytesPerNs;
-  const double compute_ns = 2.0 * kPanel * shape.num_inputs * (rows < plan.rows_per_block ? rows : plan.rows_per_block) /
-                            ops_per_ns;
+  const double compute_ns =
+      2.0 * kPanel * shape.num_inputs * (rows < plan.rows_per_block ? rows : plan.rows_per_block) / ops_per_ns;
   const int panels = num_panels(shape);
   const double wanted = kItemNs / (read_ns > compute_ns ? read_ns : compute_ns);
   const int balanced = static_cast<int>(static_cast<std::int64_t>(panels) * plan.row_blocks / (4 * num_threads));
@@ -270,8 +270,8 @@ struct Ahead {
 //       `row` to sums[height][16] or, if not `resume`, sets them
 //   finish(panel, data, rows, sums): the epilogue of some rows of one panel
 template <typename Kernel, typename Sum>
-static KVIST_INLINE void run_panels(const Kernel& kernel, const std::uint8_t* packed, std::size_t panel_bytes, int units,
-                                    Range panels, Range rows, Sum* scratch) {
+static KVIST_INLINE void run_panels(const Kernel& kernel, const std::uint8_t* packed, std::size_t panel_bytes,
+                                    int units, Range panels, Range rows, Sum* scratch) {
   using AheadUnit = Ahead<Kernel::kUnitBytes>;
   const int count = rows.last - rows.first;
   const int tiles = ceil_div(count, kTileRows);
@@ -282,7 +282,8 @@ static KVIST_INLINE void run_panels(const Kernel& kernel, const std::uint8_t* pa
     const bool resume = first_unit > 0;
     for (int panel = panels.first; panel < panels.last; ++panel) {
       const std::uint8_t* data = packed + static_cast<std::size_t>(panel) * panel_bytes;
-      const std::uint8_t* units_data = data + Kernel::kHeaderBytes + static_cast<std::ptrdiff_t>(first_unit) * Kernel::kUnitBytes;
+      const std::uint8_t* units_data =
+          data + Kernel::kHeaderBytes + static_cast<std::ptrdiff_t>(first_unit) * Kernel::kUnitBytes;
       Sum* sums = scratch + (num_cuts == 1 ? 0 : static_cast<std::ptrdiff_t>(panel - panels.first) * count * kPanel);
       // One tile streams; of several, each fetches its share of the next panel's cut.
       AheadUnit ahead{units_data + kAheadBytes, kAlignment};

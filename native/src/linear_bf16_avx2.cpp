@@ -126,8 +126,8 @@ void run(const PackedLinear& linear, const std::uint8_t* activations, int rows, 
   const ActivationLayout layout = activation_layout(linear.shape, rows);
   const Kernel kernel{linear, epilogue, reinterpret_cast<const float*>(activations + layout.codes),
                       static_cast<std::ptrdiff_t>(layout.stride / sizeof(float))};
-  run_panels(kernel, linear.data, panel_bytes(linear.shape), padded_inputs(linear.shape) / kUnit, panel_range, row_range,
-             reinterpret_cast<float*>(scratch));
+  run_panels(kernel, linear.data, panel_bytes(linear.shape), padded_inputs(linear.shape) / kUnit, panel_range,
+             row_range, reinterpret_cast<float*>(scratch));
 }
 
 }  // namespace

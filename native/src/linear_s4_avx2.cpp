@@ -351,7 +351,7 @@ template <int R, int kGroup, typename Weights>
         __m256i w1;
         Weights::codes(weights, kFirst + step, w0, w1);
         unroll<R>([&](auto i) KVIST_LAMBDA {
-          const __m256i codes = broadcast_row<i, kQuad * (kFirst + step)>(x);
+          const __m256i codes = broadcast_row<i, kQuad*(kFirst + step)>(x);
           if constexpr (step == 0) {
             low[i] = _mm256_maddubs_epi16(w0, codes);
             high[i] = _mm256_maddubs_epi16(w1, codes);
@@ -387,8 +387,12 @@ template <int kGroup>
 using Tile = void (*)(const TileRows&, const std::uint8_t*, int, Ahead<unit_bytes(kGroup)>, bool, float*);
 
 template <int kGroup, typename W>
-constexpr Tile<kGroup> kTiles[kTileRows + 1] = {nullptr,           tile<1, kGroup, W>, tile<2, kGroup, W>,
-                                                tile<3, kGroup, W>, tile<4, kGroup, W>, tile<5, kGroup, W>,
+constexpr Tile<kGroup> kTiles[kTileRows + 1] = {nullptr,
+                                                tile<1, kGroup, W>,
+                                                tile<2, kGroup, W>,
+                                                tile<3, kGroup, W>,
+                                                tile<4, kGroup, W>,
+                                                tile<5, kGroup, W>,
                                                 tile<6, kGroup, W>};
 
 template <int kGroup>

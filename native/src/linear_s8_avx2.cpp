@@ -64,7 +64,8 @@ void quantise_row(const LinearShape& shape, const float* x, int row, int rows, s
   const CodeScale codes = code_scale(max_abs(x, shape.num_inputs), activation_limit_of(shape));
   reinterpret_cast<float*>(activations)[row] = codes.scale;
   const __m256 inverse = _mm256_set1_ps(codes.inverse);
-  auto* out = reinterpret_cast<std::int16_t*>(activations + layout.codes + static_cast<std::size_t>(row) * layout.stride);
+  auto* out =
+      reinterpret_cast<std::int16_t*>(activations + layout.codes + static_cast<std::size_t>(row) * layout.stride);
   int k = 0;
   for (; k + 16 <= shape.num_inputs; k += 16) {
     const __m256i low = round_values(_mm256_loadu_ps(x + k), inverse);
@@ -155,8 +156,8 @@ void run(const PackedLinear& linear, const std::uint8_t* activations, int rows, 
   const Kernel kernel{linear, epilogue, reinterpret_cast<const float*>(activations),
                       reinterpret_cast<const std::int16_t*>(activations + layout.codes),
                       static_cast<std::ptrdiff_t>(layout.stride / sizeof(std::int16_t))};
-  run_panels(kernel, linear.data, panel_bytes(linear.shape), padded_inputs(linear.shape) / kUnit, panel_range, row_range,
-             reinterpret_cast<std::int32_t*>(scratch));
+  run_panels(kernel, linear.data, panel_bytes(linear.shape), padded_inputs(linear.shape) / kUnit, panel_range,
+             row_range, reinterpret_cast<std::int32_t*>(scratch));
 }
 
 }  // namespace

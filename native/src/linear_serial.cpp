@@ -220,11 +220,11 @@ void unpack(const LinearShape& shape, const std::uint8_t* packed, float* weights
       weights[i] = reinterpret_cast<const float*>(packed)[row] *
                    static_cast<float>(reinterpret_cast<const std::int8_t*>(body)[i]);
     } else if (shape.kind == WeightKind::kInt4) {
-      const std::size_t group = row * static_cast<std::size_t>(num_groups(shape)) +
-                                i % inputs / static_cast<std::size_t>(shape.group);
+      const std::size_t group =
+          row * static_cast<std::size_t>(num_groups(shape)) + i % inputs / static_cast<std::size_t>(shape.group);
       const auto* scales = reinterpret_cast<const std::uint16_t*>(packed);
-      weights[i] = f16_to_f32(scales[all_groups(shape) + group]) +
-                   f16_to_f32(scales[group]) * static_cast<float>(body[i]);
+      weights[i] =
+          f16_to_f32(scales[all_groups(shape) + group]) + f16_to_f32(scales[group]) * static_cast<float>(body[i]);
     } else {
       weights[i] = bf16_to_f32(reinterpret_cast<const std::uint16_t*>(body)[i]);
     }
@@ -332,8 +332,8 @@ float activate(Gate gate, float x) {
   return x;
 }
 
-void run(const PackedLinear& linear, const std::uint8_t* activations, int rows, int, int item,
-         const Epilogue& epilogue, std::uint8_t*) {
+void run(const PackedLinear& linear, const std::uint8_t* activations, int rows, int, int item, const Epilogue& epilogue,
+         std::uint8_t*) {
   const int results = num_results(linear.shape);
   const int first = item * kOutputsPerItem;
   const int last = std::min(results, first + kOutputsPerItem);

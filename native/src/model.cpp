@@ -93,8 +93,8 @@ class Model::Run {
   void multiply(Worker& worker, Thread& thread, const PackedLinear& linear, const std::uint8_t* activations, int rows,
                 const Epilogue& epilogue) const;
   // x += linear(activations), through the post norm if there is one.
-  void add_update(Worker& worker, Thread& thread, const PackedLinear& linear, const std::uint8_t* activations,
-                  int rows, float* x, const float* post_norm) const;
+  void add_update(Worker& worker, Thread& thread, const PackedLinear& linear, const std::uint8_t* activations, int rows,
+                  float* x, const float* post_norm) const;
   void score(Worker& worker, Thread& thread, const float* x) const;
 
   Model& model_;
@@ -181,8 +181,8 @@ Model::Run::Run(Model& model, Pool& pool, const StepInputs& inputs, const StepOu
     }
   }
   for (const int window : model.windows_) {
-    const AttentionShape attention = {inputs.layout, shape_.num_heads, shape_.attention_scale,
-                                      shape_.attention_softcap, window};
+    const AttentionShape attention = {inputs.layout, shape_.num_heads, shape_.attention_scale, shape_.attention_softcap,
+                                      window};
     AttentionPlan& plan = b.plans[window];
     plan.assign(model.isa_, attention, inputs.batch, pool.num_threads());
     plans_[window] = &plan;
@@ -218,8 +218,7 @@ void Model::Run::operator()(Worker& worker) const {
   for (std::size_t index = 0; index < layers.size(); ++index) {
     const LayerWeights& layer = layers[index];
     const bool is_last = index + 1 == layers.size();
-    const std::uint8_t* activations =
-        quantise_normed(worker, thread, layer.qkv.shape, x, rows, layer.attention_norm);
+    const std::uint8_t* activations = quantise_normed(worker, thread, layer.qkv.shape, x, rows, layer.attention_norm);
     clock.charge(Phase::kNorm);
     multiply(worker, thread, layer.qkv, activations, rows, {buffers_.qkv.data(), qkv_width_, nullptr, 0});
     worker.end_phase();
@@ -249,8 +248,7 @@ void Model::Run::operator()(Worker& worker) const {
              {buffers_.gated.data(), shape_.intermediate, nullptr, 0});
     worker.end_phase();
     clock.charge(Phase::kGateUp);
-    activations =
-        quantise_plain(worker, thread, layer.down.shape, buffers_.gated.data(), shape_.intermediate, rows);
+    activations = quantise_plain(worker, thread, layer.down.shape, buffers_.gated.data(), shape_.intermediate, rows);
     add_update(worker, thread, layer.down, activations, rows, x, layer.post_mlp_norm);
     clock.charge(Phase::kDown);
   }
@@ -315,8 +313,7 @@ void Model::Run::rotate_and_store(Worker& worker, std::size_t index) const {
       bool is_finite = true;
       for (int head = 0; head < shape_.num_kv_heads; ++head) {
         is_finite &= encode(layout.codec, dim, keys + head * dim, target + head * head_bytes);
-        is_finite &=
-            encode(layout.codec, dim, values + head * dim, target + (shape_.num_kv_heads + head) * head_bytes);
+        is_finite &= encode(layout.codec, dim, values + head * dim, target + (shape_.num_kv_heads + head) * head_bytes);
       }
       if (!is_finite) {
         outputs_.is_finite[row] = 0;
@@ -404,8 +401,8 @@ void Model::Run::multiply(Worker& worker, Thread& thread, const PackedLinear& li
   }
 }
 
-void Model::Run::add_update(Worker& worker, Thread& thread, const PackedLinear& linear,
-                            const std::uint8_t* activations, int rows, float* x, const float* post_norm) const {
+void Model::Run::add_update(Worker& worker, Thread& thread, const PackedLinear& linear, const std::uint8_t* activations,
+                            int rows, float* x, const float* post_norm) const {
   const std::ptrdiff_t width = shape_.hidden;
   if (post_norm == nullptr) {
     multiply(worker, thread, linear, activations, rows, {x, width, x, width});

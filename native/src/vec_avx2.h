@@ -23,9 +23,8 @@ namespace kvist::avx2 {
 // registers, where a loop that is unrolled late leaves them on the stack.
 template <int N, typename F>
 static KVIST_INLINE void unroll(F&& f) {
-  [&]<int... I>(std::integer_sequence<int, I...>) KVIST_LAMBDA {
-    (f(std::integral_constant<int, I>{}), ...);
-  }(std::make_integer_sequence<int, N>{});
+  [&]<int... I>(std::integer_sequence<int, I...>)
+      KVIST_LAMBDA { (f(std::integral_constant<int, I>{}), ...); }(std::make_integer_sequence<int, N>{});
 }
 
 // sum += v, in place. Compilers reassociate integer sums of several steps into trees of products that no longer fit the
@@ -84,7 +83,8 @@ struct RowPointers {
   const T* fourth;
   std::ptrdiff_t stride;
 
-  RowPointers(const T* rows, std::ptrdiff_t row_stride) : first(rows), fourth(rows + 3 * row_stride), stride(row_stride) {}
+  RowPointers(const T* rows, std::ptrdiff_t row_stride)
+      : first(rows), fourth(rows + 3 * row_stride), stride(row_stride) {}
   KVIST_INLINE void advance(int count) {
     first += count;
     fourth += count;

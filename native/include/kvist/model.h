@@ -69,8 +69,8 @@ struct StepInputs {
   const std::int64_t* slots;      // (T,) block id * P + offset
   std::uint8_t* arena;            // block 0
   KvLayout layout;
-  int num_logits;                 // S
-  const std::int32_t* logit_rows; // (S,) ascending
+  int num_logits;                  // S
+  const std::int32_t* logit_rows;  // (S,) ascending
 };
 
 struct StepOutputs {

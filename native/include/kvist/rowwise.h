@@ -10,7 +10,7 @@
 namespace kvist {
 
 struct BestToken {
-  float logit;  // NaN when any element of the row is
+  float logit;         // NaN when any element of the row is
   std::int32_t token;  // the first of equals
 };
 
