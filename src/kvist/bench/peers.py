@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol, Self
 
@@ -76,6 +76,8 @@ class DriverSettings:
     """Path of the interpreter that has the library."""
     settings: Mapping[str, Any]  # Any: JSON values
     """Passed to the driver as it loads."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """On top of this process's own."""
     is_kvist: bool = False
 
 
@@ -95,7 +97,7 @@ class DriverPeer:
                 stdout=subprocess.PIPE,
                 stderr=self._stderr,
                 encoding="utf-8",
-                env=child_environment(),
+                env=child_environment(**settings.environment),
                 start_new_session=True,
             )
         except OSError as error:

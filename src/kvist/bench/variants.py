@@ -39,6 +39,16 @@ VARIANTS: dict[str, dict[str, Variant]] = {
 }
 """By driver. Each is a peer of its own; ``--peer NAME:VARIANT=...`` asks for one of them."""
 
+ENVIRONMENT = {
+    # One process, its threads where the system puts them.
+    "vllm": {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    },
+}
+"""For drivers whose libraries are told things by no other way."""
+
 
 @dataclass(frozen=True, slots=True)
 class PeerOption:
@@ -124,6 +134,10 @@ def openers(option: PeerOption, common: Common) -> dict[str, Opener]:
                 family=option.name,
                 driver=option.name,
                 python=option.where,
+                environment={
+                    "OMP_NUM_THREADS": str(common.threads),
+                    **ENVIRONMENT.get(option.name, {}),
+                },
                 settings={
                     "weights": str(weights),
                     "threads": common.threads,
