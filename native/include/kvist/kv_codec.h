@@ -21,9 +21,9 @@ enum class KvCodec : int { kRaw16 = 0, kInt8 = 1 };
 
 inline constexpr int kKvGroup = 64;  // values that share a scale in int8
 
-constexpr int kv_num_groups(int head_dim) { return (head_dim + kKvGroup - 1) / kKvGroup; }
+static constexpr int kv_num_groups(int head_dim) { return (head_dim + kKvGroup - 1) / kKvGroup; }
 
-constexpr int kv_row_bytes(KvCodec codec, int head_dim) {
+static constexpr int kv_row_bytes(KvCodec codec, int head_dim) {
   return codec == KvCodec::kRaw16 ? 2 * head_dim : head_dim + 2 * kv_num_groups(head_dim);
 }
 
@@ -38,7 +38,7 @@ bool encode_kv_row_serial(KvCodec codec, int head_dim, const float* x, std::uint
 bool encode_kv_row_avx2(KvCodec codec, int head_dim, const float* x, std::uint8_t* out);
 
 // float16 without help of the CPU; exact, subnormals included.
-inline float f16_to_f32(std::uint16_t bits) {
+static inline float f16_to_f32(std::uint16_t bits) {
   const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000U) << 16;
   const std::uint32_t rest = bits & 0x7fffU;
   if (rest >= 0x7c00U) {
@@ -52,7 +52,7 @@ inline float f16_to_f32(std::uint16_t bits) {
 }
 
 // Rounds to nearest, ties to even; values beyond the range become infinity.
-inline std::uint16_t f32_to_f16(float value) {
+static inline std::uint16_t f32_to_f16(float value) {
   const auto bits = std::bit_cast<std::uint32_t>(value);
   const auto sign = static_cast<std::uint16_t>((bits >> 16) & 0x8000U);
   const std::uint32_t rest = bits & 0x7fffffffU;

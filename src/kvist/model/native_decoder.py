@@ -9,7 +9,6 @@ Dimension letters: T tokens in the step, S rows asked for, V vocabulary, N outpu
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 
     from kvist.spec import ModelSpec
     from kvist.storage.arena import BlockArena
-
-logger = logging.getLogger(__name__)
 
 _PROJECTIONS = ("qkv", "output", "gate_up", "down")
 _VECTORS = (
