@@ -56,23 +56,9 @@ static inline CodeScale code_scale(float max_abs, int limit) {
   return {max_abs / static_cast<float>(limit), static_cast<float>(limit) / max_abs};
 }
 
-static inline float f16_to_f32(std::uint16_t bits) {
-  const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000U) << 16;
-  const std::uint32_t exponent = (bits >> 10) & 0x1fU;
-  const std::uint32_t mantissa = bits & 0x3ffU;
-  if (exponent == 31) {
-    return std::bit_cast<float>(sign | 0x7f800000U | (mantissa << 13));
-  }
-  if (exponent == 0) {
-    const float value = static_cast<float>(mantissa) * 0x1p-24f;
-    return sign != 0 ? -value : value;
-  }
-  return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (mantissa << 13));
-}
-
 // Rounds to nearest, ties to even, as the instruction does; beyond the range it saturates, so that a finite scale stays
 // finite.
-static inline std::uint16_t f32_to_f16(float value) {
+static inline std::uint16_t f32_to_f16_saturated(float value) {
   const auto bits = std::bit_cast<std::uint32_t>(value);
   const auto sign = static_cast<std::uint16_t>((bits >> 16) & 0x8000U);
   const std::uint32_t magnitude = bits & 0x7fffffffU;

@@ -80,7 +80,7 @@ struct Grid {
   float minimum;
 };
 
-float round_to_half(float value) { return f16_to_f32(f32_to_f16(value)); }
+float round_to_half(float value) { return f16_to_f32(f32_to_f16_saturated(value)); }
 
 float round_code(float code) { return std::clamp(std::nearbyint(code), 0.0f, 15.0f); }
 
@@ -170,8 +170,8 @@ void pack_group(const float* weights, int count, std::uint16_t* scale, std::uint
     return;
   }
   const Grid grid = choose_grid(weights, count);
-  *scale = f32_to_f16(grid.scale);
-  *minimum = f32_to_f16(grid.minimum);
+  *scale = f32_to_f16_saturated(grid.scale);
+  *minimum = f32_to_f16_saturated(grid.minimum);
   std::transform(weights, weights + count, codes,
                  [&](float weight) { return static_cast<std::uint8_t>(code_on(grid, weight)); });
 }

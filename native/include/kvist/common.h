@@ -37,4 +37,18 @@ static inline std::uint16_t f32_to_bf16(float value) {
   return static_cast<std::uint16_t>((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
 }
 
+// float16 without help of the CPU; exact, subnormals included.
+static inline float f16_to_f32(std::uint16_t bits) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000U) << 16;
+  const std::uint32_t rest = bits & 0x7fffU;
+  if (rest >= 0x7c00U) {
+    return std::bit_cast<float>(sign | 0x7f800000U | ((rest & 0x3ffU) << 13));
+  }
+  if (rest < 0x400U) {  // a subnormal is an integer multiple of 2^-24
+    const float magnitude = static_cast<float>(rest) * 0x1p-24F;
+    return sign != 0 ? -magnitude : magnitude;
+  }
+  return std::bit_cast<float>(sign | ((rest << 13) + 0x38000000U));
+}
+
 }  // namespace kvist

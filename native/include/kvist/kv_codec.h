@@ -13,6 +13,7 @@
 #include <bit>
 #include <cstdint>
 
+#include "kvist/common.h"
 #include "kvist/isa.h"
 
 namespace kvist {
@@ -36,20 +37,6 @@ EncodeKvRow encode_kv_row(Isa isa);
 
 bool encode_kv_row_serial(KvCodec codec, int head_dim, const float* x, std::uint8_t* out);
 bool encode_kv_row_avx2(KvCodec codec, int head_dim, const float* x, std::uint8_t* out);
-
-// float16 without help of the CPU; exact, subnormals included.
-static inline float f16_to_f32(std::uint16_t bits) {
-  const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000U) << 16;
-  const std::uint32_t rest = bits & 0x7fffU;
-  if (rest >= 0x7c00U) {
-    return std::bit_cast<float>(sign | 0x7f800000U | ((rest & 0x3ffU) << 13));
-  }
-  if (rest < 0x400U) {  // a subnormal is an integer multiple of 2^-24
-    const float magnitude = static_cast<float>(rest) * 0x1p-24F;
-    return sign != 0 ? -magnitude : magnitude;
-  }
-  return std::bit_cast<float>(sign | ((rest << 13) + 0x38000000U));
-}
 
 // Rounds to nearest, ties to even; values beyond the range become infinity.
 static inline std::uint16_t f32_to_f16(float value) {
