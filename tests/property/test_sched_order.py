@@ -168,7 +168,7 @@ def run_against_failures(
     def disturb() -> None:
         if generator.random() < 0.02 and (names := live(trace)):
             trace.finish(generator.choice(names))
-        if generator.random() < 0.02 and (running := trace.scheduler._running):
+        if generator.random() < 0.02 and (running := trace.scheduler._running.requests):
             trace.scheduler.preempt(generator.choice(running).request_id)
 
     while num_added < num_requests or trace.scheduler.has_work:

@@ -121,7 +121,7 @@ def run_random_trace(
         nonlocal num_forced
         if generator.random() < 0.02 and (names := live(trace)):
             trace.finish(generator.choice(names))
-        if generator.random() < 0.02 and (running := trace.scheduler._running):
+        if generator.random() < 0.02 and (running := trace.scheduler._running.requests):
             assert trace.scheduler.preempt(generator.choice(running).request_id)
             num_forced += 1
         if generator.random() < 0.002:

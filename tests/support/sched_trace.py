@@ -306,7 +306,7 @@ class Trace:
 
     def count_overtakes(self) -> None:
         """Count who started before whom in the last plan, as the queue promises to bound it, and check the bound."""
-        queue, lane = self.scheduler._queue, self.policy.lane
+        queue, lane = self.scheduler._waiting.queue, self.policy.lane
         is_waiting = {r: r.status is RequestStatus.WAITING for r in self.num_overtakes}
         starts = [
             r for r in self.num_overtakes if not is_waiting[r] and (r.num_cached_tokens is not None)
@@ -360,7 +360,7 @@ class Trace:
         manager.check_invariants()
         assert manager.num_free + manager.num_evictable + manager.num_held == self.num_blocks
         running = [r for r in scheduler._requests.values() if r.status is RequestStatus.RUNNING]
-        assert sorted(running, key=lambda r: r.arrival_index) == scheduler._running
+        assert sorted(running, key=lambda r: r.arrival_index) == scheduler._running.requests
         assert len(scheduler._requests) == len(running) + scheduler.num_waiting
         for request in scheduler._requests.values():
             assert (request.lease is not None) == (request.status is RequestStatus.RUNNING)

@@ -1,7 +1,8 @@
 """Which token positions are computed in the next step, and what becomes of the results.
 
-Responsible for admission, the step budget, preemption, deadlines and the end of each sequence. Knows no tensors and no
-text; which block holds what is the cache manager's affair, who stands before whom that of ``policy`` and ``queue``.
+Responsible for the step budget, preemption, deadlines and the end of each sequence. Knows no tensors and no text; which
+block holds what is the cache manager's affair, who stands before whom that of ``policy`` and ``queue``, who may start
+that of ``admission``.
 
 There are no phases: every running request has ``num_computed_tokens`` that catches up with ``num_tokens``. A long
 prompt, a chunk of it, the next token, a prompt found in the cache and a preempted sequence are the same arithmetic.
@@ -18,7 +19,7 @@ Why everybody ends. A running request needs no new block for the next token afte
 ``max_tokens`` at least one output is reserved). When it needs one later and there is none, somebody is preempted or it
 pauses, and then somebody else goes on (``preemption.choose_victim``). Nobody is preempted twice without a token in
 between, and outputs are bounded, so preemptions are. The oldest is never a victim and fits alone, since a request may
-not grow past the pool (``_max_tokens_of``). While somebody pauses nobody is admitted; preempted requests resume before
+not grow past the pool (``lengths``). While somebody pauses nobody is admitted; preempted requests resume before
 new ones, oldest first; and among new ones the queue bounds how often one is overtaken. So the oldest of all ends, and
 then the next.
 
@@ -50,38 +51,37 @@ head that was published by the release holds what it should before anybody reads
 
 from __future__ import annotations
 
-import bisect
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvist.cache.pending import pending_key
 from kvist.errors import (
     ConfigError,
     EngineOverloaded,
     InvariantViolation,
-    PromptTooLong,
     RequestError,
 )
+from kvist.sched.admission import Admission, extend
 from kvist.sched.deadlines import Deadlines
 from kvist.sched.keeping import PromptKeeper
+from kvist.sched.lengths import Lengths
 from kvist.sched.output import SampleSpec, ScheduledSequence, StepPlan
 from kvist.sched.policy import check_priority
 from kvist.sched.preemption import choose_victim
-from kvist.sched.queue import ParkedGroup, WaitingQueue
 from kvist.sched.report import RequestRow, RequestUpdate, SchedulerStats
 from kvist.sched.request import Request, RequestStatus
+from kvist.sched.running import Running, by_arrival, lease_of
+from kvist.sched.step import InFlight, Step
 from kvist.sched.throughput import Throughput
+from kvist.sched.waiting import Waiting
 from kvist.types import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvist.cache.lease import PrefixLease, PrefixMatch
     from kvist.cache.manager import CacheManager
     from kvist.sched.output import SampledToken, StepResult
     from kvist.sched.policy import SchedulingPolicy
-    from kvist.types import BlockCopy, RequestId, TokenId
+    from kvist.types import RequestId, TokenId
 
 __all__ = ["DEFAULT_MAX_OVERTAKES", "RequestRow", "RequestUpdate", "Scheduler", "SchedulerStats"]
 
@@ -96,47 +96,9 @@ the first token of the shorter half at the 95th percentile, and the longest of a
 Below the number of clients every request comes to be overtaken often enough at once, and the order is that of arrival.
 """
 
-MAX_SKIPPED = 8
-"""Requests looked past in one plan because they do not fit: each costs a lookup, ~0.1 ms for 4,096 tokens."""
-MAX_REORDERED = 16
-"""Requests whose place is worked out anew in one plan, for the same reason."""
 MAX_FAILED_PLANS = 8
 """Plans in a row in which blocks that must be there could not be had, and nothing else was possible, before the request
 that stands first is refused."""
-
-
-@dataclass(slots=True)
-class _Step:
-    """A plan in the making."""
-
-    budget: int
-    """Token positions left."""
-    copies: list[BlockCopy] = field(default_factory=list)
-    num_scheduled: dict[Request, int] = field(default_factory=dict)
-    paused: set[Request] = field(default_factory=set)
-    """Running requests that cannot have a block now."""
-    has_failed_allocation: bool = False
-    has_preempted: bool = False
-
-    def schedule(self, request: Request, num_tokens: int) -> None:
-        self.num_scheduled[request] = self.num_scheduled.get(request, 0) + num_tokens
-        self.budget -= num_tokens
-
-    def drop(self, request: Request) -> None:
-        self.budget += self.num_scheduled.pop(request, 0)
-
-    def num_left(self, request: Request) -> int:
-        """Return the positions that a request lacks after this step."""
-        return request.num_uncomputed_tokens - self.num_scheduled.get(request, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    """The plan that was handed out, with the requests its sequences belong to."""
-
-    plan: StepPlan
-    requests: tuple[Request, ...]
-    started_ns: int
 
 
 class Scheduler:
@@ -183,31 +145,32 @@ class Scheduler:
             )
         self._manager = manager
         self._max_batch_tokens = max_batch_tokens
-        self._max_running = max_running
         self._max_queue = max_queue
-        self._max_context_len = max_context_len
-        self._reserve_tokens = reserve_tokens
         self._policy = policy
         self._keep_kv = keep_kv
-
         self._clock = clock
 
         self._requests: dict[RequestId, Request] = {}
-        self._queue = WaitingQueue(policy, max_overtakes)
-        # By arrival, oldest first; at most max_running, so insertion into a list is cheap.
-        self._running: list[Request] = []
-        # Those of them that do not sleep, in the same order.
-        self._awake: list[Request] = []
-        self._in_flight: _InFlight | None = None
+        self._lengths = Lengths(manager, max_context_len, reserve_tokens)
+        self._waiting = Waiting(manager, policy, self._lengths, max_overtakes)
+        self._running = Running()
+        self._admission = Admission(
+            manager,
+            policy=policy,
+            lengths=self._lengths,
+            waiting=self._waiting,
+            running=self._running,
+            max_running=max_running,
+            clock=clock,
+        )
+        self._in_flight: InFlight | None = None
         self._deadlines = Deadlines()
         self._throughput = Throughput()
         self._keeper = PromptKeeper(manager)
         # Last updates of requests that ended outside a step, until somebody takes them.
         self._ended: list[RequestUpdate] = []
-        self._is_batch_open = False
         self._num_failed_plans = 0
         self._num_arrived = 0
-        self._num_waiting_tokens = 0
         self._num_steps = 0
         self._num_scheduled_tokens = 0
         self._num_recomputed_tokens = 0
@@ -217,8 +180,6 @@ class Scheduler:
         self._num_preemptions = 0
         self._num_pauses = 0
         self._num_failed_allocations = 0
-        self._num_deferred_admissions = 0
-        self._num_lookups = 0
         self._num_dropped_results = 0
 
     # ---- requests in and out -------------------------------------------------------------------------------------
@@ -231,7 +192,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests without blocks: new, deferred and preempted ones."""
-        return len(self._queue)
+        return len(self._waiting)
 
     @property
     def num_running(self) -> int:
@@ -241,7 +202,7 @@ class Scheduler:
     @property
     def num_awake(self) -> int:
         """Of num_running: those that plans may schedule; all of them, but in a simulation (``sleep``)."""
-        return len(self._awake)
+        return len(self._running.awake)
 
     def add(self, request: Request) -> None:
         """Accept a new request; it waits until a plan admits it. O(prompt).
@@ -252,23 +213,23 @@ class Scheduler:
             PromptTooLong: The sequence cannot fit the context or the whole pool.
             EngineOverloaded: The queue is full, or there is no memory left to take the request down.
         """
-        self._check_fits(request)
+        self._lengths.check_fits(request)
         check_priority(self._policy, request.priority)
         if request.request_id in self._requests:
             raise RequestError(
                 f"[scheduler] request ids must be unique, received {request.request_id!r}, which is in progress",
                 param="request_id",
             )
-        if len(self._queue) >= self._max_queue:
+        if len(self._waiting) >= self._max_queue:
             raise EngineOverloaded(
-                f"[scheduler] {len(self._queue)} requests are waiting, max_queue={self._max_queue}; "
+                f"[scheduler] {len(self._waiting)} requests are waiting, max_queue={self._max_queue}; "
                 "retry later or raise --max-queue",
                 retry_after_s=self.retry_after_s(),
             )
         try:
             request.chain = self._manager.new_chain(request.namespace, request.prompt_token_ids)
             if self._policy.is_cache_aware:
-                self._look_up_hits(request)
+                self._waiting.look_up_hits(request)
         except MemoryError:
             raise EngineOverloaded(
                 f"[scheduler] no memory is left for the tokens of the prompt ({request.num_prompt_tokens}); "
@@ -282,7 +243,7 @@ class Scheduler:
         if request.deadline_s is not None:
             self._deadlines.add(request, request.arrival_ns + int(request.deadline_s * 1e9))
         self._policy.arrive(request)
-        self._enqueue(request)
+        self._waiting.add(request)
 
     def finish(self, request_id: RequestId, reason: FinishReason) -> RequestUpdate | None:
         """End a request from outside (client gone, stop string found); its blocks are released at once.
@@ -322,13 +283,13 @@ class Scheduler:
 
         Within [1, 60]; 1 before the first step.
         """
-        return self._throughput.retry_after_s(self._num_waiting_tokens)
+        return self._throughput.retry_after_s(self._waiting.num_tokens)
 
     def snapshot(self) -> tuple[RequestRow, ...]:
         """Return where each request stands, in order of arrival. O(requests log requests)."""
         now_ns = self._clock()
-        overtakes = self._queue.overtakes()
-        requests = sorted(self._requests.values(), key=_by_arrival)
+        overtakes = self._waiting.queue.overtakes()
+        requests = sorted(self._requests.values(), key=by_arrival)
         return tuple(self._row(request, now_ns, overtakes.get(request, 0)) for request in requests)
 
     def preempt(self, request_id: RequestId) -> bool:
@@ -354,16 +315,13 @@ class Scheduler:
         brings it up to date in ``on_wake``, which is called before a plan schedules it or its blocks are released.
         """
         if request.status is RequestStatus.RUNNING and request.on_wake is None:
-            request.on_wake = on_wake
-            _discard(self._awake, request)
+            self._running.sleep(request, on_wake)
 
     def wake(self, request: Request) -> None:
         """Let plans schedule a sleeping request again; no effect on any other."""
         if request.on_wake is not None:
-            on_wake, request.on_wake = request.on_wake, None
-            bisect.insort(self._awake, request, key=_by_arrival)
             num_tokens = request.num_tokens
-            on_wake()
+            self._running.wake(request)
             self._policy.charge(request, request.num_tokens - num_tokens)
 
     def stats(self) -> SchedulerStats:
@@ -378,12 +336,12 @@ class Scheduler:
             num_preemptions=self._num_preemptions,
             num_pauses=self._num_pauses,
             num_failed_allocations=self._num_failed_allocations,
-            num_deferred_admissions=self._num_deferred_admissions,
-            num_lookups=self._num_lookups,
+            num_deferred_admissions=self._admission.num_deferred,
+            num_lookups=self._waiting.num_lookups,
             num_dropped_results=self._num_dropped_results,
             num_running=len(self._running),
-            num_waiting=len(self._queue),
-            num_waiting_tokens=self._num_waiting_tokens,
+            num_waiting=len(self._waiting),
+            num_waiting_tokens=self._waiting.num_tokens,
         )
 
     # ---- plan ----------------------------------------------------------------------------------------------------
@@ -411,36 +369,35 @@ class Scheduler:
                 f"[scheduler] step {self._in_flight.plan.step_index} must be applied before the next is planned"
             )
         started_ns = self._clock()
-        num_asleep = len(self._running) - len(self._awake)
-        step = _Step(budget=max(0, self._max_batch_tokens - num_asleep))
-        self._wake_parked()
-        self._reorder_stale()
+        step = Step(budget=max(0, self._max_batch_tokens - self._running.num_asleep))
+        self._waiting.wake_parked()
+        self._waiting.reorder_stale()
         self._plan_next_tokens(step)
         self._plan_prompts_begun(step)
         self._retry_paused(step)
-        self._plan_admissions(step)
+        self._admission.plan(step)
         self._plan_rest(step)
         self._num_pauses += len(step.paused)
         self._num_failed_allocations += step.has_failed_allocation
         if not step.num_scheduled:
-            if self._requests and len(self._running) == len(self._awake):
+            if self._requests and not self._running.num_asleep:
                 self._give_up_or_retry(step)
             return None
         self._num_failed_plans = 0
         return self._hand_out(step, started_ns)
 
-    def _plan_next_tokens(self, step: _Step) -> None:
-        for request in [r for r in self._awake if r.num_uncomputed_tokens == 1]:
+    def _plan_next_tokens(self, step: Step) -> None:
+        for request in [r for r in self._running.awake if r.num_uncomputed_tokens == 1]:
             if step.budget == 0:
                 return
             self._compute(request, 1, step)
 
-    def _plan_prompts_begun(self, step: _Step) -> None:
+    def _plan_prompts_begun(self, step: Step) -> None:
         begun = sorted(
-            [r for r in self._awake if r.num_uncomputed_tokens > 1],
+            [r for r in self._running.awake if r.num_uncomputed_tokens > 1],
             key=lambda r: r.num_uncomputed_tokens,
         )
-        budget = step.budget - (step.budget // 2 if self._can_admit(step) else 0)
+        budget = step.budget - (step.budget // 2 if self._admission.can_admit(step) else 0)
         for index, request in enumerate(begun):
             # The longest gets what the shorter ones leave, which is half at least: it is never stopped by them.
             share = budget if index == len(begun) - 1 else budget // 2
@@ -448,25 +405,25 @@ class Scheduler:
             if num_tokens and self._compute(request, num_tokens, step):
                 budget -= num_tokens
 
-    def _retry_paused(self, step: _Step) -> None:
+    def _retry_paused(self, step: Step) -> None:
         # Others may have given way since: alone at last, the oldest must not pause in an empty plan.
         if not step.has_preempted:
             return
-        for request in sorted(step.paused, key=_by_arrival):
+        for request in sorted(step.paused, key=by_arrival):
             if step.budget == 0:
                 return
             step.paused.discard(request)
             self._compute(request, min(request.num_uncomputed_tokens, step.budget), step)
 
-    def _plan_rest(self, step: _Step) -> None:
-        for request in list(self._awake) if step.budget else ():
+    def _plan_rest(self, step: Step) -> None:
+        for request in list(self._running.awake) if step.budget else ():
             if step.budget == 0:
                 return
             num_left = step.num_left(request)
             if num_left and request not in step.paused:
                 self._compute(request, min(num_left, step.budget), step)
 
-    def _compute(self, request: Request, num_tokens: int, step: _Step) -> bool:
+    def _compute(self, request: Request, num_tokens: int, step: Step) -> bool:
         """Schedule so many positions more of a running request; False when it gets no block for them in this step."""
         if request.status is not RequestStatus.RUNNING:
             return False  # preempted a moment ago
@@ -476,16 +433,16 @@ class Scheduler:
         step.schedule(request, num_tokens)
         return True
 
-    def _make_room(self, request: Request, num_positions: int, step: _Step) -> bool:
+    def _make_room(self, request: Request, num_positions: int, step: Step) -> bool:
         """Cover positions by blocks, at the cost of others; False when the request pauses or gave way itself."""
-        lease = _lease_of(request)
-        while not self._extend(lease, num_positions):
+        lease = lease_of(request)
+        while not extend(self._manager, lease, num_positions):
             num_new = self._manager.num_blocks_for(num_positions) - len(lease.block_table)
             victim = None
             if num_new - lease.num_reserved_blocks <= self._manager.num_available:
                 step.has_failed_allocation = True
             else:
-                victim = choose_victim(request, self._running, self._manager.block_size)
+                victim = choose_victim(request, self._running.requests, self._manager.block_size)
             if victim is None:
                 step.paused.add(request)
                 return False
@@ -498,130 +455,7 @@ class Scheduler:
                 return False
         return True
 
-    # ---- admission -----------------------------------------------------------------------------------------------
-
-    def _can_admit(self, step: _Step) -> bool:
-        """Return whether a waiting request could start in this step as far as anything but its own size goes."""
-        return bool(
-            len(self._queue) > self._queue.num_parked
-            and len(self._running) < self._max_running
-            and not step.paused
-            and (not self._policy.is_batched or not self._running or self._is_batch_open)
-        )
-
-    def _plan_admissions(self, step: _Step) -> None:
-        """Start waiting requests in the queue's order, as far as memory and the step's positions go.
-
-        One whose next block is being computed by a running request is parked instead, since it needs no room yet.
-        Parked requests are asked anew in each plan, one for each such block, instead of waiting for a signal from the
-        computing request: no way of losing that one (abort, preemption, eviction of its blocks) can leave anybody
-        waiting for ever.
-        """
-        if not self._running:
-            self._is_batch_open = True
-        if self._can_admit(step):
-            self._is_batch_open = self._admit_in_order(step)
-        self._queue.restore()
-        self._num_deferred_admissions += self._queue.num_parked
-
-    def _admit_in_order(self, step: _Step) -> bool:
-        """Start requests until one stops those behind it; return whether the batch may go on growing."""
-        num_skipped = num_reordered = 0
-        while num_skipped < MAX_SKIPPED and len(self._running) < self._max_running:
-            candidate = None if self._is_used_up(step) else self._queue.peek()
-            if candidate is None:
-                return self._queue.num_parked > 0
-            request, is_urgent = candidate
-            if self._join_parked(request):
-                continue
-            match = self._look_up(request)
-            self._manager.touch(match)
-            if match.pending:
-                self._queue.park(request, _group_of(request, match))
-                continue
-            if (
-                not is_urgent
-                and num_reordered < MAX_REORDERED
-                and self._has_lost_hits(request, match)
-            ):
-                num_reordered += 1
-                continue
-            num_tokens = self._first_chunk(request, match, step, is_urgent=is_urgent)
-            if num_tokens is None:
-                self._queue.set_aside(request)
-                num_skipped += 1
-            elif not self._admit(request, match, num_tokens, step):
-                if is_urgent or not self._policy.can_pass:
-                    return False
-                self._queue.set_aside(request)
-                num_skipped += 1
-        return False
-
-    def _is_used_up(self, step: _Step) -> bool:
-        # A batch takes what the memory holds, whenever the prompts are computed.
-        return step.budget == 0 and not self._policy.is_batched
-
-    def _first_chunk(
-        self, request: Request, match: PrefixMatch, step: _Step, *, is_urgent: bool
-    ) -> int | None:
-        """Return the positions to compute of a request that starts now; None: it should not start now."""
-        num_tokens = request.num_tokens - match.num_hit_tokens
-        if num_tokens <= step.budget or self._policy.is_batched:
-            return min(num_tokens, step.budget)
-        num_left = min((left for r in self._awake if (left := step.num_left(r)) > 0), default=None)
-        if not is_urgent and num_left is not None and 2 * num_tokens > num_left:
-            return None
-        has_others = len(self._queue) - self._queue.num_parked > 1
-        return (step.budget + 1) // 2 if has_others else step.budget
-
-    def _admit(self, request: Request, match: PrefixMatch, num_tokens: int, step: _Step) -> bool:
-        """Start a request if its whole footprint fits; False means not now."""
-        lease = self._allocate(request, match, step)
-        if lease is None:
-            return False
-        num_tokens = min(request.num_tokens - lease.num_computed_tokens, num_tokens)
-        if not self._extend(lease, lease.num_computed_tokens + num_tokens):
-            step.has_failed_allocation = True
-            self._manager.release(lease)
-            return False
-        self._dequeue(request, is_start=True)
-        request.move_to(RequestStatus.RUNNING)
-        request.match = None
-        request.lease = lease
-        request.num_computed_tokens = lease.num_computed_tokens
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = lease.num_computed_tokens
-            request.miss = lease.miss
-            request.admitted_ns = self._clock()
-            self._policy.charge(request, request.num_uncomputed_tokens)
-        request.num_computed_before = max(request.num_computed_before, lease.num_computed_tokens)
-        bisect.insort(self._running, request, key=_by_arrival)
-        bisect.insort(self._awake, request, key=_by_arrival)
-        if lease.pending_copy is not None:
-            step.copies.append(lease.pending_copy)
-        if num_tokens:
-            step.schedule(request, num_tokens)
-        return True
-
-    def _allocate(self, request: Request, match: PrefixMatch, step: _Step) -> PrefixLease | None:
-        try:
-            lease = self._manager.admit(
-                match, request.chain, self._footprint(request), is_reuse=request.is_reuse
-            )
-        except MemoryError:
-            lease = None
-            step.has_failed_allocation = True
-        if lease is None and not self._running:
-            step.has_failed_allocation = True  # alone it fits, or it would not have been accepted
-        return lease
-
-    def _extend(self, lease: PrefixLease, num_positions: int) -> bool:
-        try:
-            return self._manager.extend(lease, num_positions)
-        except MemoryError:
-            return False
-
-    def _give_up_or_retry(self, step: _Step) -> None:
+    def _give_up_or_retry(self, step: Step) -> None:
         """Refuse the request that stands first after too many plans in which blocks could not be had."""
         if not step.has_failed_allocation:
             raise InvariantViolation(
@@ -631,80 +465,12 @@ class Scheduler:
         if self._num_failed_plans < MAX_FAILED_PLANS:
             return
         self._num_failed_plans = 0
-        candidate = None if self._running else self._queue.peek()
-        request = self._running[0] if candidate is None else candidate.request
+        candidate = None if self._running else self._waiting.queue.peek()
+        request = self._running.requests[0] if candidate is None else candidate.request
         self._num_refused += 1
         self._end(request, FinishReason.ERROR)
 
-    # ---- the queue and the cache ---------------------------------------------------------------------------------
-
-    def _join_parked(self, request: Request) -> bool:
-        """Park a request if it waits for a block that others are known to wait for; saves a lookup for each."""
-        for group in self._queue.groups:
-            if _waits_for(request, group):
-                self._queue.park(request, group)
-                return True
-        return False
-
-    def _wake_parked(self) -> None:
-        """Ask for one request of each group whether its block is still being computed."""
-        for group in self._queue.groups:
-            first = next(self._queue.parked(group))
-            match = self._look_up(first)
-            next_group = _group_of(first, match) if match.pending else None
-            if next_group == group:
-                continue
-            requests = tuple(self._queue.parked(group))
-            self._queue.unpark(group)
-            if next_group is None:
-                continue
-            # The computing request goes on: whoever needs the next block too need not be looked up one by one.
-            for request in requests:
-                if _waits_for(request, next_group):
-                    self._queue.park(request, next_group)
-
-    def _reorder_stale(self) -> None:
-        """Bring some keys up to date with the blocks published since."""
-        for _ in range(MAX_REORDERED):
-            request = self._queue.take_stale()
-            if request is None:
-                return
-            if self._look_up_hits(request):
-                self._queue.rekey(request)
-
-    def _look_up(self, request: Request) -> PrefixMatch:
-        """Return what the cache holds of a waiting request; what was found before, as long as that is current."""
-        # The last token is always computed, since its logits choose the next one.
-        max_hit_len = request.num_tokens - 1
-        match = request.match
-        if (
-            match is None
-            or match.max_hit_len != max_hit_len
-            or not self._manager.is_current(match, request.chain)
-        ):
-            match = request.match = self._manager.match(request.chain, max_hit_len)
-            self._manager.note_failures(match)
-            self._num_lookups += 1
-        return match
-
-    def _look_up_hits(self, request: Request) -> bool:
-        """Note what the cache holds of a request; return whether that is news."""
-        match = self._look_up(request)
-        is_news = match.num_hit_tokens != request.num_expected_hit_tokens
-        request.num_expected_hit_tokens = match.num_hit_tokens
-        return is_news
-
-    def _has_lost_hits(self, request: Request, match: PrefixMatch) -> bool:
-        """Put a request back where it belongs if blocks it counted on were evicted; return whether that was so."""
-        if not self._policy.is_cache_aware:
-            return False
-        has_lost = match.num_hit_tokens < request.num_expected_hit_tokens
-        request.num_expected_hit_tokens = match.num_hit_tokens
-        if has_lost:
-            self._queue.rekey(request)
-        return has_lost
-
-    def _hand_out(self, step: _Step, started_ns: int) -> StepPlan:
+    def _hand_out(self, step: Step, started_ns: int) -> StepPlan:
         requests = tuple(step.num_scheduled)
         plan = StepPlan(
             step_index=self._num_steps,
@@ -717,7 +483,7 @@ class Scheduler:
             self._num_recomputed_tokens += max(0, repeated)
             self._num_scheduled_tokens += len(sequence.token_ids)
         self._num_steps += 1
-        self._in_flight = _InFlight(plan, requests, started_ns)
+        self._in_flight = InFlight(plan, requests, started_ns)
         return plan
 
     def _sequence(self, request: Request, num_tokens: int) -> ScheduledSequence:
@@ -728,7 +494,7 @@ class Scheduler:
             request_id=request.request_id,
             start=start,
             token_ids=tuple(request.token_ids[start:end]),
-            block_table=tuple(_lease_of(request).block_table),
+            block_table=tuple(lease_of(request).block_table),
             sample=_sample_spec(request)
             if is_complete and request.params.max_tokens != 0
             else None,
@@ -780,12 +546,12 @@ class Scheduler:
             return None
         request.num_computed_tokens = sequence.context_len
         if self._keep_kv:
-            self._manager.commit(_lease_of(request), request.chain, request.num_computed_tokens)
+            self._manager.commit(lease_of(request), request.chain, request.num_computed_tokens)
             if request.keep is not None and sequence.context_len >= request.num_prompt_tokens:
                 self._keeper.keep(request)
             size = self._manager.block_size
             if request.num_computed_tokens // size > sequence.start // size:
-                self._queue.mark_stale(request.chain.block_hash(0))
+                self._waiting.queue.mark_stale(request.chain.block_hash(0))
         if sequence.sample is not None:
             return self._append(request, result.samples[request.request_id])
         if request.num_uncomputed_tokens > 0:
@@ -823,81 +589,11 @@ class Scheduler:
             return FinishReason.STOP
         if token_id in request.eos_token_ids and not params.ignore_eos:
             return FinishReason.STOP
-        if request.num_tokens >= self._max_tokens_of(request):
+        if request.num_tokens >= self._lengths.max_tokens_of(request):
             return FinishReason.LENGTH
         return None
 
-    # ---- lengths -------------------------------------------------------------------------------------------------
-
-    def _max_tokens_of(self, request: Request) -> int:
-        """Return how long the sequence may get, prompt and output.
-
-        Without ``max_tokens`` that is the context or, if smaller, what the pool can hold beside all pins. The last
-        token needs no K and V: nothing comes after it.
-        """
-        if request.params.max_tokens is not None:
-            return request.num_prompt_tokens + request.params.max_tokens
-        num_blocks = self._manager.num_blocks - self._manager.max_pinned
-        pool_len = num_blocks * self._manager.block_size + 1
-        return min(self._max_context_len, pool_len)
-
-    def _footprint(self, request: Request) -> int:
-        """Return the positions to reserve at admission: all that will ever be written, or so many more outputs."""
-        max_tokens = self._max_tokens_of(request)
-        if request.params.max_tokens is None:
-            max_tokens = min(max_tokens, request.num_tokens + self._reserve_tokens)
-        return max(max_tokens - 1, request.num_prompt_tokens)
-
-    def _check_fits(self, request: Request) -> None:
-        num_prompt, max_output = request.num_prompt_tokens, request.params.max_tokens
-        if num_prompt == 0:
-            raise RequestError(
-                "[scheduler] the prompt must have at least one token, received none", param="prompt"
-            )
-        # Without max_tokens there must be room for one output token at least.
-        wanted = num_prompt + (1 if max_output is None else max_output)
-        output = "room for output" if max_output is None else f"max_tokens={max_output}"
-        if wanted > self._max_context_len:
-            raise PromptTooLong(
-                f"[scheduler] prompt and output must fit the context of {self._max_context_len} tokens, received "
-                f"{num_prompt} prompt tokens and {output}, {wanted} in all; shorten the prompt, lower max_tokens "
-                "or raise --max-context",
-                param=self._param_at_fault(num_prompt < self._max_context_len, max_output),
-            )
-        footprint = self._footprint(request)
-        if not self._manager.can_ever_admit(footprint):
-            raise PromptTooLong(
-                f"[scheduler] prompt and output must fit the KV memory of {self._manager.num_blocks} blocks "
-                f"(block_size={self._manager.block_size}), received {num_prompt} prompt tokens and {output}, "
-                f"which need {self._manager.num_blocks_for(footprint)} blocks; shorten the prompt, lower max_tokens "
-                "or raise --memory-gib",
-                param=self._param_at_fault(self._manager.can_ever_admit(num_prompt), max_output),
-            )
-
-    @staticmethod
-    def _param_at_fault(prompt_fits: bool, max_output: int | None) -> str:  # noqa: FBT001
-        return "max_tokens" if prompt_fits and max_output is not None else "prompt"
-
-    def _expected_work(self, request: Request) -> int:
-        """Return the positions a waiting request is expected to need: what is reserved for it, less what is cached."""
-        return self._footprint(request) - request.num_expected_hit_tokens
-
     # ---- moves ---------------------------------------------------------------------------------------------------
-
-    def _enqueue(self, request: Request) -> None:
-        if request.status is RequestStatus.PREEMPTED:
-            self._queue.push_resumed(request)
-        else:
-            self._queue.push(request)
-        request.num_queued_tokens = self._expected_work(request)
-        self._num_waiting_tokens += request.num_queued_tokens
-
-    def _dequeue(self, request: Request, *, is_start: bool) -> None:
-        if is_start:
-            self._queue.start(request)
-        else:
-            self._queue.remove(request)
-        self._num_waiting_tokens -= request.num_queued_tokens
 
     def _preempt(self, request: Request) -> None:
         self._release(request)
@@ -906,7 +602,7 @@ class Scheduler:
         request.num_tokens_at_preemption = request.num_tokens
         request.num_expected_hit_tokens = 0
         self._num_preemptions += 1
-        self._enqueue(request)
+        self._waiting.add(request)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         """End a request outside a step, to be told by ``take_ended``."""
@@ -924,7 +620,7 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             self._release(request)
         else:
-            self._dequeue(request, is_start=False)
+            self._waiting.remove(request)
         request.move_to(RequestStatus.FINISHED)
         self._deadlines.discard(request)
         self._policy.leave(request)
@@ -934,11 +630,10 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         """Give the blocks of a running request back; the only place where the scheduler does."""
         self.wake(request)
-        self._manager.release(_lease_of(request))
+        self._manager.release(lease_of(request))
         request.lease = None
         request.num_computed_tokens = 0
-        _discard(self._running, request)
-        _discard(self._awake, request)
+        self._running.remove(request)
 
     def _row(self, request: Request, now_ns: int, num_overtakes: int) -> RequestRow:
         is_running = request.status is RequestStatus.RUNNING
@@ -954,42 +649,13 @@ class Scheduler:
             num_prefill_tokens=request.num_uncomputed_tokens
             if is_running
             else request.num_expected_prefill_tokens,
-            num_held_blocks=len(_lease_of(request).block_table) if is_running else 0,
-            num_footprint_blocks=self._manager.num_blocks_for(self._footprint(request)),
+            num_held_blocks=len(lease_of(request).block_table) if is_running else 0,
+            num_footprint_blocks=self._manager.num_blocks_for(self._lengths.footprint(request)),
             num_overtakes=num_overtakes,
             num_preemptions=request.num_preemptions,
             age_s=age_s,
             deadline_in_s=None if request.deadline_s is None else request.deadline_s - age_s,
         )
-
-
-def _by_arrival(request: Request) -> int:
-    return request.arrival_index
-
-
-def _discard(requests: list[Request], request: Request) -> None:
-    """Take a request out of a list by arrival that it is in."""
-    del requests[bisect.bisect_left(requests, request.arrival_index, key=_by_arrival)]
-
-
-def _lease_of(request: Request) -> PrefixLease:
-    assert request.lease is not None, "every running request holds a lease"
-    return request.lease
-
-
-def _group_of(request: Request, match: PrefixMatch) -> ParkedGroup:
-    """Return the block in flight that a request waits for, by a match that says it does."""
-    index = len(match.block_ids)
-    return ParkedGroup(index, pending_key(request.chain, index))
-
-
-def _waits_for(request: Request, group: ParkedGroup) -> bool:
-    """Return whether a request needs the very block that a group waits for."""
-    chain, index = request.chain, group.block_index
-    has_block = index < chain.num_full_blocks or (
-        index == chain.num_full_blocks and bool(chain.block_tokens(index))
-    )
-    return has_block and pending_key(chain, index) == group.key
 
 
 def _sample_spec(request: Request) -> SampleSpec:

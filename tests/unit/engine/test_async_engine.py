@@ -150,7 +150,7 @@ class TestValidation:
 
     def test_engine_thread_refusals_reach_the_stream(self, parts):
         """The scheduler has the last word; a refusal of its own must not kill the thread."""
-        parts.scheduler._max_context_len = 4
+        parts.scheduler._lengths._max_context_len = 4
         with parts.engine as engine:
             with pytest.raises(PromptTooLong):
                 list(engine.submit(PROMPT, GREEDY))

@@ -481,7 +481,7 @@ def test_what_an_engine_of_a_thousand_waiting_requests_looks_up_in_a_plan_is_bou
             trace.step()
             now = trace.scheduler.stats()
             num_started = len(trace.started)
-            groups = len(trace.scheduler._queue.groups)
+            groups = len(trace.scheduler._waiting.queue.groups)
             assert now.num_lookups - stats.num_lookups <= 8 + 2 * 16 + 2 * groups + 16, schedule
         assert num_started > 20
         for name in list(trace.records):

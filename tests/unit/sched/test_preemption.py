@@ -14,7 +14,7 @@ NO_EOS: frozenset[int] = frozenset()
 
 
 def victim(trace: Trace, requester: str) -> str | None:
-    requests = trace.scheduler._running
+    requests = trace.scheduler._running.requests
     chosen = choose_victim(trace.records[requester].request, requests, trace.manager.block_size)
     return None if chosen is None else chosen.request_id
 
@@ -58,7 +58,7 @@ def test_one_that_frees_nothing_comes_last_and_is_still_a_choice() -> None:
     trace.add("old", range(1, 9), max_tokens=1)
     trace.add("same", range(1, 9), max_tokens=1)
     trace.scheduler.plan()
-    (old, same) = trace.scheduler._running
+    (old, same) = trace.scheduler._running.requests
     same.lease.num_reserved_blocks, kept = 0, same.lease.num_reserved_blocks
     blocks, same.lease.blocks = same.lease.blocks, []
     assert choose_victim(same, [old, same], 4) is same

@@ -155,7 +155,7 @@ def test_refuses_results_of_another_step_and_missing_samples() -> None:
 def test_says_so_when_nothing_can_ever_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = Trace()
     trace.add("a", (1, 2))
-    monkeypatch.setattr(trace.scheduler._queue, "peek", lambda: None)
+    monkeypatch.setattr(trace.scheduler._waiting.queue, "peek", lambda: None)
     with pytest.raises(InvariantViolation, match=r"nothing can go on.*num_waiting=1"):
         trace.scheduler.plan()
 

@@ -1,0 +1,50 @@
+"""A plan in the making, and the one that is being computed.
+
+Responsible for the positions left in a step and who got them. Knows neither queue nor blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvist.sched.output import StepPlan
+    from kvist.sched.request import Request
+    from kvist.types import BlockCopy
+
+
+@dataclass(slots=True)
+class Step:
+    """A plan in the making."""
+
+    budget: int
+    """Token positions left."""
+    copies: list[BlockCopy] = field(default_factory=list)
+    num_scheduled: dict[Request, int] = field(default_factory=dict)
+    paused: set[Request] = field(default_factory=set)
+    """Running requests that cannot have a block now."""
+    has_failed_allocation: bool = False
+    has_preempted: bool = False
+
+    def schedule(self, request: Request, num_tokens: int) -> None:
+        """Give a request so many positions more."""
+        self.num_scheduled[request] = self.num_scheduled.get(request, 0) + num_tokens
+        self.budget -= num_tokens
+
+    def drop(self, request: Request) -> None:
+        """Take a request out of the step."""
+        self.budget += self.num_scheduled.pop(request, 0)
+
+    def num_left(self, request: Request) -> int:
+        """Return the positions that a request lacks after this step."""
+        return request.num_uncomputed_tokens - self.num_scheduled.get(request, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """The plan that was handed out, with the requests its sequences belong to."""
+
+    plan: StepPlan
+    requests: tuple[Request, ...]
+    started_ns: int
