@@ -68,7 +68,7 @@ inline void locate_rows(const KvLayout& layout, const AttentionItem& item, const
   int slot = begin - block * layout.block_size;
   int i = 0;
   for (int key = begin; key < end; ++block, slot = 0) {
-    const std::uint8_t* row = layer.base + item.block_ids[block] * layout.block_stride + item.kv_head * head_bytes +
+    const std::uint8_t* row = layer.base + item.block_offsets[block] + item.kv_head * head_bytes +
                               static_cast<std::int64_t>(slot) * layout.row_bytes;
     const int stop = key + layout.block_size - slot < end ? key + layout.block_size - slot : end;
     if constexpr (kPrefetch) {

@@ -9,14 +9,15 @@
 namespace kvist {
 
 // Some query rows of one KV head's group of query heads against the keys [key_begin, key_end). The row `rows[i]` is the
-// position `positions[i]` of its sequence and sees the keys up to itself, within the window. Key j is in the block
-// block_ids[j / P]. Keys at or beyond key_end are never touched, whatever their blocks hold.
+// position `positions[i]` of its sequence and sees the keys up to itself, within the window. Key j is in the block that
+// starts at block_offsets[j / P] of the layer's base; all blocks are of the shape's codec. Keys at or beyond key_end are
+// never touched, whatever their blocks hold.
 struct AttentionItem {
   int kv_head;
   int num_rows;
   const std::int32_t* rows;
   const std::int32_t* positions;
-  const std::int32_t* block_ids;
+  const std::int64_t* block_offsets;
   int key_begin;
   int key_end;
   // Null: the item sees all keys of its rows and writes the output. Otherwise it writes, for row i and head h, the sum

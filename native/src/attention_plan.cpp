@@ -1,6 +1,6 @@
 // The plan of a step: which rows read which keys, as what item, and which items' results are merged.
 //
-//   sequences -> spans -> units -> items
+//   sequences -> spans -> pieces -> units -> items
 //
 // A span is a set of query rows and a range of keys, made in one of two ways. Sequences with rows for half a tile
 // become tiles of rows that read every key they may see. The others are put into a trie by their block tables: a node
@@ -8,13 +8,15 @@
 // mask is needed in it, and becomes one span with all their rows stacked; what a sequence has for itself, its last
 // blocks at least, is a span of its own.
 //
-// Spans that cost more than a fraction of the step are split over keys, into units; each unit is one item per KV head.
-// Items are sorted from heavy to light: threads claim them in order, so that the last ones to be claimed are short. A
+// Where the blocks of a span are of several codecs, it is cut into pieces of one codec each: where the codec changes, or,
+// when it changes often, by collecting the blocks of each codec, whose order means nothing to a sum. Pieces that cost
+// more than a fraction of the step are split over keys, into units; each unit is one item per KV head. Items are sorted from heavy to light: threads claim them in order, so that the last ones to be claimed are short. A
 // row whose keys are spread over several units gets its result by a merge.
 //
 // Planning a step takes O(rows + blocks + units log units).
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <numeric>
@@ -33,16 +35,24 @@ constexpr int kItemsPerThread = 8;  // an item costs at most this fraction of a 
 constexpr int kMinSplitKeys = 256;  // shorter parts cost more in merges than they gain
 constexpr int kMinSharedKeys = 64;  // reads that sharing must save: less does not pay for a merge
 constexpr int kMergeFloats = 2048;  // outputs per merge: a microsecond
+constexpr int kMaxRuns = 4;         // of blocks of one codec in a span; more are collected by codec
 
 struct Span {
   int first_row;  // in State::rows
   int num_rows;
-  int table;  // offset of the block table in State::block_ids
+  int table;  // offset of the block table in State::block_offsets
   int key_begin;
   int key_end;
   bool shared;
   int num_parts;
   std::int64_t cost;
+};
+
+struct Piece {
+  int table;
+  int key_begin;
+  int key_end;
+  int codec;
 };
 
 struct Unit {
@@ -51,6 +61,7 @@ struct Unit {
   int table;
   int key_begin;
   int key_end;
+  int codec;
   int slot;  // of the first row's partial result; -1: writes the output
   std::int64_t cost;
 };
@@ -80,13 +91,18 @@ const AttentionKernels& kernels(Isa isa) {
 
 struct AttentionPlan::State {
   AttentionShape shape{};
+  std::array<AttentionShape, kNumKvCodecs> shapes{};  // the same, with the layout of each codec
+  bool is_mixed = false;                              // the batch has tables of offsets and codecs
   const AttentionKernels* kernels = &kAttentionSerial;
   std::size_t scratch_bytes = 0;
   AttentionPlanInfo info{};
 
-  std::vector<std::int32_t> block_ids;
-  std::vector<std::int32_t> rows;       // query rows of all spans
-  std::vector<std::int32_t> positions;  // beside rows
+  // By place in the block tables; blocks collected by codec are behind them.
+  std::vector<std::int64_t> block_offsets;
+  std::vector<std::uint8_t> block_codecs;  // empty unless mixed
+  std::vector<Piece> pieces;               // of one span
+  std::vector<std::int32_t> rows;          // query rows of all spans
+  std::vector<std::int32_t> positions;     // beside rows
   std::vector<Span> spans;
   std::vector<Unit> units;  // heavy to light
   std::vector<Member> members;
@@ -109,6 +125,9 @@ struct AttentionPlan::State {
   void add_private(const AttentionBatch& batch, int sequence, int key_begin);
   void add_shared(const AttentionBatch& batch, int first, int last, int start, int end);
   void add_trie(const AttentionBatch& batch, int first, int last, int start, int depth);
+  void locate_blocks(const AttentionBatch& batch);
+  void add_runs(const Span& span, int begin, int end);
+  void cut_by_codec(const Span& span);
   void make_units(int num_threads);
   void make_merges(int num_rows);
 };
@@ -205,6 +224,69 @@ void AttentionPlan::State::add_trie(const AttentionBatch& batch, int first, int 
   }
 }
 
+void AttentionPlan::State::locate_blocks(const AttentionBatch& batch) {
+  const auto num_entries = static_cast<std::size_t>(batch.table_starts[batch.num_sequences]);
+  is_mixed = batch.block_offsets != nullptr;
+  block_offsets.resize(num_entries);
+  block_codecs.resize(is_mixed ? num_entries : 0);
+  for (std::size_t i = 0; i < num_entries; ++i) {
+    const std::int32_t id = batch.block_ids[i];
+    block_offsets[i] = is_mixed ? batch.block_offsets[id] : id * shape.layout.block_stride;
+    if (is_mixed) {
+      block_codecs[i] = batch.block_codecs[id];
+    }
+  }
+}
+
+// Pieces for the keys [begin, end) of a span, one for each run of blocks of the same codec.
+void AttentionPlan::State::add_runs(const Span& span, int begin, int end) {
+  const int block_size = shape.layout.block_size;
+  while (begin < end) {
+    int block = begin / block_size;
+    const int codec = block_codecs[span.table + block];
+    while (block * block_size < end && block_codecs[span.table + block] == codec) {
+      ++block;
+    }
+    const int stop = std::min(end, block * block_size);
+    pieces.push_back(Piece{span.table, begin, stop, codec});
+    begin = stop;
+  }
+}
+
+void AttentionPlan::State::cut_by_codec(const Span& span) {
+  pieces.clear();
+  if (!is_mixed) {
+    pieces.push_back(Piece{span.table, span.key_begin, span.key_end, static_cast<int>(shape.layout.codec)});
+    return;
+  }
+  add_runs(span, span.key_begin, span.key_end);
+  // Collected keys are not at their positions: only where every row sees all of them, within its window too, does the
+  // position of a key not matter. Nothing but a window makes a span begin inside a block.
+  const int last_position = positions[span.first_row + span.num_rows - 1];
+  const bool is_within_window = span.shared || shape.window == 0 || last_position < shape.window;
+  if (static_cast<int>(pieces.size()) <= kMaxRuns || !is_within_window) {
+    return;
+  }
+  const int block_size = shape.layout.block_size;
+  const int seen_by_all = span.shared ? span.key_end : std::min(span.key_end, positions[span.first_row] + 1);
+  const int first = span.key_begin / block_size;
+  const int last = seen_by_all / block_size;
+  pieces.clear();
+  for (int codec = 0; codec < kNumKvCodecs; ++codec) {
+    const auto table = static_cast<int>(block_offsets.size());
+    for (int block = first; block < last; ++block) {
+      if (block_codecs[span.table + block] == codec) {
+        block_offsets.push_back(block_offsets[span.table + block]);
+      }
+    }
+    const int count = static_cast<int>(block_offsets.size()) - table;
+    if (count > 0) {
+      pieces.push_back(Piece{table, 0, count * block_size, codec});
+    }
+  }
+  add_runs(span, std::max(span.key_begin, last * block_size), span.key_end);
+}
+
 void AttentionPlan::State::make_units(int num_threads) {
   std::int64_t total = 0;
   for (Span& span : spans) {
@@ -219,23 +301,28 @@ void AttentionPlan::State::make_units(int num_threads) {
       num_threads == 1 ? total * shape.layout.num_kv_heads
                        : total * shape.layout.num_kv_heads / (static_cast<std::int64_t>(num_threads) * kItemsPerThread);
   for (Span& span : spans) {
-    const int num_keys = span.key_end - span.key_begin;
-    const auto wanted = static_cast<int>(std::min<std::int64_t>(ceil_div(span.cost, std::max<std::int64_t>(limit, 1)),
-                                                                std::max(1, num_keys / kMinSplitKeys)));
-    // Parts end at multiples of the grain counted from key 0, so that a block is in one part only.
-    const int part = round_up(ceil_div(num_keys, wanted), grain);
+    cut_by_codec(span);
     span.num_parts = 0;
-    for (int begin = span.key_begin; begin < span.key_end; ++span.num_parts) {
-      const int end = wanted == 1 ? span.key_end : std::min(span.key_end, begin / grain * grain + part);
-      units.push_back(Unit{.first_row = span.first_row,
-                           .num_rows = span.num_rows,
-                           .table = span.table,
-                           .key_begin = begin,
-                           .key_end = end,
-                           .slot = -1,
-                           .cost = span.cost * (end - begin) / num_keys});
-      info.blocks_read += ceil_div(end, block_size) - begin / block_size;
-      begin = end;
+    for (const Piece& piece : pieces) {
+      const int num_keys = piece.key_end - piece.key_begin;
+      const std::int64_t cost = span.cost * num_keys / (span.key_end - span.key_begin);
+      const auto wanted = static_cast<int>(std::min<std::int64_t>(ceil_div(cost, std::max<std::int64_t>(limit, 1)),
+                                                                  std::max(1, num_keys / kMinSplitKeys)));
+      // Parts end at multiples of the grain counted from key 0, so that a block is in one part only.
+      const int part = round_up(ceil_div(num_keys, std::max(wanted, 1)), grain);
+      for (int begin = piece.key_begin; begin < piece.key_end; ++span.num_parts) {
+        const int end = wanted <= 1 ? piece.key_end : std::min(piece.key_end, begin / grain * grain + part);
+        units.push_back(Unit{.first_row = span.first_row,
+                             .num_rows = span.num_rows,
+                             .table = piece.table,
+                             .key_begin = begin,
+                             .key_end = end,
+                             .codec = piece.codec,
+                             .slot = -1,
+                             .cost = cost * (end - begin) / num_keys});
+        info.blocks_read += ceil_div(end, block_size) - begin / block_size;
+        begin = end;
+      }
     }
   }
 }
@@ -300,7 +387,11 @@ void AttentionPlan::assign(Isa isa, const AttentionShape& shape, const Attention
   state.merge_rows.clear();
   state.merge_starts.clear();
   const int num_sequences = batch.num_sequences;
-  state.block_ids.assign(batch.block_ids, batch.block_ids + batch.table_starts[num_sequences]);
+  for (int codec = 0; codec < kNumKvCodecs; ++codec) {
+    state.shapes[codec] = shape;
+    state.shapes[codec].layout = with_codec(shape.layout, static_cast<KvCodec>(codec));
+  }
+  state.locate_blocks(batch);
 
   for (int s = 0; s < num_sequences; ++s) {
     const int num_rows = batch.query_starts[s + 1] - batch.query_starts[s];
@@ -326,7 +417,10 @@ void AttentionPlan::assign(Isa isa, const AttentionShape& shape, const Attention
   for (const Span& span : state.spans) {
     most_rows = std::max(most_rows, span.num_rows);
   }
-  state.scratch_bytes = state.kernels->scratch_bytes(shape, most_rows);
+  state.scratch_bytes = 0;
+  for (const AttentionShape& each : state.shapes) {
+    state.scratch_bytes = std::max(state.scratch_bytes, state.kernels->scratch_bytes(each, most_rows));
+  }
 }
 
 int AttentionPlan::num_items() const { return state_->info.num_items; }
@@ -334,14 +428,16 @@ int AttentionPlan::num_merges() const { return state_->info.num_merges; }
 std::size_t AttentionPlan::scratch_bytes() const { return state_->scratch_bytes; }
 AttentionPlanInfo AttentionPlan::info() const { return state_->info; }
 
-void AttentionPlan::run(int item, const KvLayer& layer, const AttentionRows& rows, std::uint8_t* scratch) const {
+void AttentionPlan::run(int item, const std::uint8_t* arena, int layer, const AttentionRows& rows,
+                        std::uint8_t* scratch) const {
   const State& state = *state_;
   const Unit& unit = state.units[item / state.shape.layout.num_kv_heads];
+  const AttentionShape& shape = state.shapes[unit.codec];
   AttentionItem work{.kv_head = item % state.shape.layout.num_kv_heads,
                      .num_rows = unit.num_rows,
                      .rows = state.rows.data() + unit.first_row,
                      .positions = state.positions.data() + unit.first_row,
-                     .block_ids = state.block_ids.data() + unit.table,
+                     .block_offsets = state.block_offsets.data() + unit.table,
                      .key_begin = unit.key_begin,
                      .key_end = unit.key_end,
                      .partial_sums = nullptr,
@@ -351,7 +447,7 @@ void AttentionPlan::run(int item, const KvLayer& layer, const AttentionRows& row
     work.partial_sums = state.partial_sums.data() + first * state.shape.layout.head_dim;
     work.partial_weights = state.partial_weights.data() + 2 * first;
   }
-  state.kernels->run(state.shape, work, layer, rows, scratch);
+  state.kernels->run(shape, work, KvLayer{arena + layer * kv_layer_bytes(shape.layout)}, rows, scratch);
 }
 
 // Sums in float32, in the order of the slots.

@@ -52,7 +52,7 @@ void run(const AttentionShape& shape, const AttentionItem& item, const KvLayer& 
       double weights = 0.0;
       std::fill(sums, sums + head_dim, 0.0);
       for (int key = begin; key < end; ++key) {
-        const std::uint8_t* const row = layer.base + item.block_ids[key / layout.block_size] * layout.block_stride +
+        const std::uint8_t* const row = layer.base + item.block_offsets[key / layout.block_size] +
                                         item.kv_head * head_bytes +
                                         static_cast<std::int64_t>(key % layout.block_size) * layout.row_bytes;
         decode_row(layout.codec, head_dim, row, k);

@@ -57,6 +57,7 @@ NB_MODULE(_native, module) {
           nb::arg("phases"), nb::arg("items"), nb::call_guard<nb::gil_scoped_release>());
   kvist::bind_linear(module);
   kvist::bind_attention(module);
+  kvist::bind_kv(module);
   kvist::bind_model(module);
   kvist::bind_ceiling(module);
 }

@@ -2,6 +2,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -11,11 +12,13 @@
 #include <limits>
 #include <memory>
 #include <new>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "bindings.h"
+#include "bindings_kv.h"
 #include "kvist/attention.h"
 #include "kvist/common.h"
 #include "kvist/kv_codec.h"
@@ -33,16 +36,6 @@ using Floats = nb::ndarray<nb::numpy, float, nb::ndim<3>>;
 using Bytes = nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<3>>;
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("[attention] " + what); }
-
-KvCodec codec_from(const std::string& name) {
-  if (name == "raw16") {
-    return KvCodec::kRaw16;
-  }
-  if (name == "int8") {
-    return KvCodec::kInt8;
-  }
-  refuse("the codec must be raw16 or int8, received '" + name + "'");
-}
 
 void check_head_dim(std::int64_t head_dim) {
   if (head_dim < 8 || head_dim > 256 || head_dim % 8 != 0) {
@@ -66,13 +59,18 @@ struct Step {
   AttentionShape shape;
   AttentionBatch batch;
   int num_layers;
-  std::int64_t layer_bytes;
+};
+
+// Tables by block id, both or none.
+struct Tables {
+  const std::optional<BlockOffsets>& offsets;
+  const std::optional<BlockCodecs>& codecs;
 };
 
 Step check_step(std::int64_t num_queries, std::int64_t num_heads, std::int64_t head_dim, std::int64_t num_blocks,
                 std::int64_t block_bytes, const std::string& codec, int num_layers, int num_kv_heads, int block_size,
                 const Integers& query_starts, const Integers& context_lens, const Integers& table_starts,
-                const Integers& block_ids, float scale, int window, float softcap) {
+                const Integers& block_ids, float scale, int window, float softcap, const Tables& places_by_id) {
   check_head_dim(head_dim);
   if (num_layers < 1 || num_kv_heads < 1 || block_size < 1) {
     refuse("expected num_layers, num_kv_heads and block_size of at least 1, received " + std::to_string(num_layers) +
@@ -88,17 +86,13 @@ Step check_step(std::int64_t num_queries, std::int64_t num_heads, std::int64_t h
   Step step{};
   step.num_layers = num_layers;
   KvLayout& layout = step.shape.layout;
-  layout.codec = codec_from(codec);
+  layout.codec = kv_codec_from(codec);
   layout.num_kv_heads = num_kv_heads;
   layout.block_size = block_size;
   layout.head_dim = static_cast<int>(head_dim);
   layout.row_bytes = kv_row_bytes(layout.codec, layout.head_dim);
   layout.block_stride = block_bytes;
-  step.layer_bytes = std::int64_t{2} * num_kv_heads * block_size * layout.row_bytes;
-  if (block_bytes != num_layers * step.layer_bytes) {
-    refuse("a block of this layout has " + std::to_string(num_layers * step.layer_bytes) + " bytes, the arena's have " +
-           std::to_string(block_bytes));
-  }
+  const BlockPlaces places(layout, num_layers, num_blocks, block_bytes, places_by_id.offsets, places_by_id.codecs);
   step.shape.num_heads = static_cast<int>(num_heads);
   step.shape.scale = scale;
   step.shape.softcap = softcap;
@@ -129,21 +123,24 @@ Step check_step(std::int64_t num_queries, std::int64_t num_heads, std::int64_t h
     }
   }
   for (std::size_t i = 0; i < block_ids.shape(0); ++i) {
-    const std::int32_t id = block_ids.data()[i];
-    if (id < 0 || id >= num_blocks) {
-      refuse("block id " + std::to_string(id) + " is not in an arena of " + std::to_string(num_blocks) + " blocks");
-    }
+    places.check_readable(block_ids.data()[i]);
   }
-  step.batch = AttentionBatch{static_cast<int>(num_sequences), queries, context_lens.data(), tables, block_ids.data()};
+  step.batch = AttentionBatch{static_cast<int>(num_sequences),
+                              queries,
+                              context_lens.data(),
+                              tables,
+                              block_ids.data(),
+                              places.offsets(),
+                              places.codecs()};
   return step;
 }
 
-void run_step(Pool& pool, const AttentionPlan& plan, const KvLayer& layer, const AttentionRows& rows,
+void run_step(Pool& pool, const AttentionPlan& plan, const std::uint8_t* arena, int layer, const AttentionRows& rows,
               const std::vector<Aligned>& scratch) {
   pool.run([&](Worker& worker) {
     std::uint8_t* const mine = scratch[static_cast<std::size_t>(worker.index())].get();
     for (int item = worker.claim(plan.num_items()); item >= 0; item = worker.claim(plan.num_items())) {
-      plan.run(item, layer, rows, mine);
+      plan.run(item, arena, layer, rows, mine);
     }
     if (plan.num_merges() == 0) {
       return;
@@ -182,14 +179,15 @@ void bind_attention(nb::module_& module) {
       "attention",
       [](Pool& pool, const Queries& queries, const Arena& arena, const std::string& codec, int num_layers, int layer,
          int num_kv_heads, int block_size, const Integers& query_starts, const Integers& context_lens,
-         const Integers& table_starts, const Integers& block_ids, float scale, int window, float softcap) {
+         const Integers& table_starts, const Integers& block_ids, float scale, int window, float softcap,
+         const std::optional<BlockOffsets>& offsets, const std::optional<BlockCodecs>& codecs) {
         const std::size_t num_heads = queries.shape(1);
         const std::size_t head_dim = queries.shape(2);
         const Step step =
             check_step(static_cast<std::int64_t>(queries.shape(0)), static_cast<std::int64_t>(num_heads),
                        static_cast<std::int64_t>(head_dim), static_cast<std::int64_t>(arena.shape(0)),
                        static_cast<std::int64_t>(arena.shape(1)), codec, num_layers, num_kv_heads, block_size,
-                       query_starts, context_lens, table_starts, block_ids, scale, window, softcap);
+                       query_starts, context_lens, table_starts, block_ids, scale, window, softcap, {offsets, codecs});
         if (layer < 0 || layer >= num_layers) {
           refuse("layer must be below num_layers=" + std::to_string(num_layers) + ", received " +
                  std::to_string(layer));
@@ -201,30 +199,32 @@ void bind_attention(nb::module_& module) {
           const nb::gil_scoped_release released;
           AttentionPlan plan;
           plan.assign(current_isa(), step.shape, step.batch, pool.num_threads());
-          run_step(pool, plan, KvLayer{arena.data() + layer * step.layer_bytes},
-                   AttentionRows{queries.data(), stride, out, stride}, allocate_scratch(pool, plan));
+          run_step(pool, plan, arena.data(), layer, AttentionRows{queries.data(), stride, out, stride},
+                   allocate_scratch(pool, plan));
         }
         return result;
       },
       nb::arg("pool"), nb::arg("queries").noconvert(), nb::arg("arena").noconvert(), nb::kw_only(), nb::arg("codec"),
       nb::arg("num_layers"), nb::arg("layer"), nb::arg("num_kv_heads"), nb::arg("block_size"),
       nb::arg("query_starts").noconvert(), nb::arg("context_lens").noconvert(), nb::arg("table_starts").noconvert(),
-      nb::arg("block_ids").noconvert(), nb::arg("scale"), nb::arg("window") = 0, nb::arg("softcap") = 0.0F);
+      nb::arg("block_ids").noconvert(), nb::arg("scale"), nb::arg("window") = 0, nb::arg("softcap") = 0.0F,
+      nb::arg("offsets").noconvert() = nb::none(), nb::arg("codecs").noconvert() = nb::none());
 
   module.def(
       "attention_plan_info",
       [](int num_threads, int num_heads, int head_dim, int num_blocks, const std::string& codec, int num_kv_heads,
          int block_size, const Integers& query_starts, const Integers& context_lens, const Integers& table_starts,
-         const Integers& block_ids, int window, int repetitions) {
+         const Integers& block_ids, int window, int repetitions, const std::optional<BlockOffsets>& offsets,
+         const std::optional<BlockCodecs>& codecs) {
         if (num_threads < 1 || repetitions < 1 || query_starts.shape(0) < 1) {
           refuse("expected num_threads and repetitions of at least 1, and a query_starts that is not empty");
         }
         check_head_dim(head_dim);
         const std::int64_t block_bytes =
-            std::int64_t{2} * num_kv_heads * block_size * kv_row_bytes(codec_from(codec), head_dim);
+            std::int64_t{2} * num_kv_heads * block_size * kv_row_bytes(kv_codec_from(codec), head_dim);
         const Step step = check_step(query_starts.data()[query_starts.shape(0) - 1], num_heads, head_dim, num_blocks,
                                      block_bytes, codec, 1, num_kv_heads, block_size, query_starts, context_lens,
-                                     table_starts, block_ids, 1.0F, window, 0.0F);
+                                     table_starts, block_ids, 1.0F, window, 0.0F, {offsets, codecs});
         AttentionPlan plan;
         double seconds = std::numeric_limits<double>::infinity();
         for (int i = 0; i < repetitions; ++i) {
@@ -245,21 +245,22 @@ void bind_attention(nb::module_& module) {
       nb::kw_only(), nb::arg("num_threads"), nb::arg("num_heads"), nb::arg("head_dim"), nb::arg("num_blocks"),
       nb::arg("codec"), nb::arg("num_kv_heads"), nb::arg("block_size"), nb::arg("query_starts").noconvert(),
       nb::arg("context_lens").noconvert(), nb::arg("table_starts").noconvert(), nb::arg("block_ids").noconvert(),
-      nb::arg("window") = 0, nb::arg("repetitions") = 1);
+      nb::arg("window") = 0, nb::arg("repetitions") = 1, nb::arg("offsets").noconvert() = nb::none(),
+      nb::arg("codecs").noconvert() = nb::none());
 
   module.def(
       "time_attention",
       [](Pool& pool, const Queries& queries, const Arena& arena, const std::string& codec, int num_layers,
          int num_kv_heads, int block_size, const Integers& query_starts, const Integers& context_lens,
          const Integers& table_starts, const Integers& block_ids, float scale, int window, float softcap,
-         int repetitions) {
+         int repetitions, const std::optional<BlockOffsets>& offsets, const std::optional<BlockCodecs>& codecs) {
         const std::size_t num_heads = queries.shape(1);
         const std::size_t head_dim = queries.shape(2);
         const Step step =
             check_step(static_cast<std::int64_t>(queries.shape(0)), static_cast<std::int64_t>(num_heads),
                        static_cast<std::int64_t>(head_dim), static_cast<std::int64_t>(arena.shape(0)),
                        static_cast<std::int64_t>(arena.shape(1)), codec, num_layers, num_kv_heads, block_size,
-                       query_starts, context_lens, table_starts, block_ids, scale, window, softcap);
+                       query_starts, context_lens, table_starts, block_ids, scale, window, softcap, {offsets, codecs});
         const nb::gil_scoped_release released;
         std::vector<float> out(queries.size());
         const auto stride = static_cast<std::ptrdiff_t>(num_heads * head_dim);
@@ -269,9 +270,9 @@ void bind_attention(nb::module_& module) {
         std::vector<double> seconds;
         for (int i = 0; i < repetitions; ++i) {
           // Another layer each time: with enough of them K and V come from memory, with one from a cache.
-          const KvLayer layer{arena.data() + i % num_layers * step.layer_bytes};
           const auto start = std::chrono::steady_clock::now();
-          run_step(pool, plan, layer, AttentionRows{queries.data(), stride, out.data(), stride}, scratch);
+          run_step(pool, plan, arena.data(), i % num_layers, AttentionRows{queries.data(), stride, out.data(), stride},
+                   scratch);
           seconds.push_back(seconds_since(start));
         }
         return seconds;
@@ -279,14 +280,15 @@ void bind_attention(nb::module_& module) {
       nb::arg("pool"), nb::arg("queries").noconvert(), nb::arg("arena").noconvert(), nb::kw_only(), nb::arg("codec"),
       nb::arg("num_layers"), nb::arg("num_kv_heads"), nb::arg("block_size"), nb::arg("query_starts").noconvert(),
       nb::arg("context_lens").noconvert(), nb::arg("table_starts").noconvert(), nb::arg("block_ids").noconvert(),
-      nb::arg("scale"), nb::arg("window") = 0, nb::arg("softcap") = 0.0F, nb::arg("repetitions") = 1);
+      nb::arg("scale"), nb::arg("window") = 0, nb::arg("softcap") = 0.0F, nb::arg("repetitions") = 1,
+      nb::arg("offsets").noconvert() = nb::none(), nb::arg("codecs").noconvert() = nb::none());
 
   module.def(
       "encode_kv",
       [](const std::string& codec, const Queries& x) {
         const auto head_dim = static_cast<int>(x.shape(2));
         check_head_dim(head_dim);
-        const KvCodec format = codec_from(codec);
+        const KvCodec format = kv_codec_from(codec);
         const int row_bytes = kv_row_bytes(format, head_dim);
         std::uint8_t* out = nullptr;
         auto result = make_array<Bytes>(x.shape(0), x.shape(1), static_cast<std::size_t>(row_bytes), out);

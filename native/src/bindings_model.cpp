@@ -13,6 +13,7 @@
 #include <string>
 
 #include "bindings.h"
+#include "bindings_kv.h"
 #include "bindings_linear.h"
 #include "kvist/common.h"
 #include "kvist/model.h"
@@ -78,10 +79,13 @@ class BoundModel {
   }
 
   // sequences: (first position, token ids, block table, of how many of the last tokens the logits are wanted), each.
+  // codec: of the blocks that the step writes, and of all blocks where there are no offsets and codecs by block id.
   nb::tuple step(Pool& pool, const MutableArray<std::uint8_t, 2>& arena, const std::string& codec, int block_size,
-                 const nb::list& sequences, const MutableArray<float, 2>& logits) {
-    const KvLayout layout = layout_of(arena, codec, block_size);
-    const auto num_blocks = static_cast<std::int64_t>(arena.shape(0));
+                 const nb::list& sequences, const MutableArray<float, 2>& logits,
+                 const std::optional<BlockOffsets>& offsets, const std::optional<BlockCodecs>& codecs) {
+    const KvLayout layout = layout_of(kv_codec_from(codec), block_size);
+    const BlockPlaces places(layout, num_layers_, static_cast<std::int64_t>(arena.shape(0)),
+                             static_cast<std::int64_t>(arena.shape(1)), offsets, codecs);
     token_ids_.clear();
     positions_.clear();
     slots_.clear();
@@ -91,7 +95,7 @@ class BoundModel {
     query_starts_.assign(1, 0);
     table_starts_.assign(1, 0);
     for (const nb::handle item : sequences) {
-      add_sequence(nb::cast<nb::tuple>(item), block_size, num_blocks);
+      add_sequence(nb::cast<nb::tuple>(item), block_size, places);
     }
     const int num_rows = query_starts_.back();
     const auto num_logits = static_cast<int>(logit_rows_.size());
@@ -101,7 +105,7 @@ class BoundModel {
     best_.resize(logit_rows_.size());
     is_finite_.assign(static_cast<std::size_t>(num_rows), 1);
     const StepInputs inputs = {{static_cast<int>(context_lens_.size()), query_starts_.data(), context_lens_.data(),
-                                table_starts_.data(), block_ids_.data()},
+                                table_starts_.data(), block_ids_.data(), places.offsets(), places.codecs()},
                                num_rows,
                                token_ids_.data(),
                                positions_.data(),
@@ -139,7 +143,7 @@ class BoundModel {
   }
 
  private:
-  void add_sequence(const nb::tuple& sequence, int block_size, std::int64_t num_blocks) {
+  void add_sequence(const nb::tuple& sequence, int block_size, const BlockPlaces& places) {
     check(sequence.size() == 4, "a sequence is (start, token ids, block table, number of logits)");
     const auto start = nb::cast<std::int64_t>(sequence[0]);
     const nb::tuple tokens = nb::cast<nb::tuple>(sequence[1]);
@@ -155,10 +159,11 @@ class BoundModel {
     const std::size_t first_block = block_ids_.size();
     for (std::int64_t i = 0; i < needed; ++i) {
       const auto block = nb::cast<std::int64_t>(table[static_cast<std::size_t>(i)]);
-      if (block < 0 || block >= num_blocks) {
-        refuse("block id " + std::to_string(block) + " is outside the arena of " + std::to_string(num_blocks));
-      }
+      places.check_readable(block);
       block_ids_.push_back(static_cast<std::int32_t>(block));
+    }
+    for (std::int64_t i = start / block_size; i < needed; ++i) {
+      places.check_writable(block_ids_[first_block + static_cast<std::size_t>(i)]);
     }
     for (std::int64_t i = 0; i < count; ++i) {
       const auto token = nb::cast<std::int64_t>(tokens[static_cast<std::size_t>(i)]);
@@ -181,18 +186,12 @@ class BoundModel {
     }
   }
 
-  KvLayout layout_of(const MutableArray<std::uint8_t, 2>& arena, const std::string& codec, int block_size) const {
-    check(codec == "raw16" || codec == "int8", "the codec must be raw16 or int8, received '" + codec + "'");
+  KvLayout layout_of(KvCodec codec, int block_size) const {
     check(block_size >= 1, "block_size must be at least 1");
-    const KvCodec kind = codec == "raw16" ? KvCodec::kRaw16 : KvCodec::kInt8;
-    const int row_bytes = kv_row_bytes(kind, shape_.head_dim);
-    const std::int64_t block_bytes =
-        2LL * num_layers_ * shape_.num_kv_heads * block_size * static_cast<std::int64_t>(row_bytes);
-    if (static_cast<std::int64_t>(arena.shape(1)) != block_bytes) {
-      refuse("a block of this model takes " + std::to_string(block_bytes) + " bytes, the arena has blocks of " +
-             std::to_string(arena.shape(1)));
-    }
-    return {kind, shape_.num_kv_heads, block_size, shape_.head_dim, row_bytes, block_bytes};
+    KvLayout layout = {codec, shape_.num_kv_heads, block_size, shape_.head_dim, kv_row_bytes(codec, shape_.head_dim),
+                       0};
+    layout.block_stride = num_layers_ * kv_layer_bytes(layout);
+    return layout;
   }
 
   const float* vector(const nb::handle object, int size, const char* name) {
@@ -273,7 +272,8 @@ void bind_model(nb::module_& module) {
            nb::arg("head"))
       .def("phase_ns", &BoundModel::phase_ns)
       .def("step", &BoundModel::step, nb::arg("pool"), nb::arg("arena"), nb::arg("codec"), nb::arg("block_size"),
-           nb::arg("sequences"), nb::arg("logits"));
+           nb::arg("sequences"), nb::arg("logits"), nb::arg("offsets").noconvert() = nb::none(),
+           nb::arg("codecs").noconvert() = nb::none());
 }
 
 }  // namespace kvist

@@ -286,7 +286,7 @@ void Model::Run::rotate_and_store(Worker& worker, std::size_t index) const {
   const int half = dim / 2;
   const auto encode = encode_kv_row(model_.isa_);
   const std::int64_t head_bytes = static_cast<std::int64_t>(layout.block_size) * layout.row_bytes;
-  const std::int64_t layer_bytes = 2 * layout.num_kv_heads * head_bytes;
+  const std::int64_t* const offsets = inputs_.batch.block_offsets;
   for_rows(worker, inputs_.num_rows, kRowChunk, [&](int first, int last) {
     for (int row = first; row < last; ++row) {
       float* queries = buffers_.qkv.data() + static_cast<std::ptrdiff_t>(row) * qkv_width_;
@@ -308,8 +308,8 @@ void Model::Run::rotate_and_store(Worker& worker, std::size_t index) const {
       }
       const std::int64_t block = inputs_.slots[row] / layout.block_size;
       const std::int64_t offset = inputs_.slots[row] % layout.block_size;
-      std::uint8_t* target = inputs_.arena + block * layout.block_stride +
-                             static_cast<std::int64_t>(index) * layer_bytes + offset * layout.row_bytes;
+      std::uint8_t* target = inputs_.arena + (offsets == nullptr ? block * layout.block_stride : offsets[block]) +
+                             static_cast<std::int64_t>(index) * kv_layer_bytes(layout) + offset * layout.row_bytes;
       bool is_finite = true;
       for (int head = 0; head < shape_.num_kv_heads; ++head) {
         is_finite &= encode(layout.codec, dim, keys + head * dim, target + head * head_bytes);
@@ -323,15 +323,11 @@ void Model::Run::rotate_and_store(Worker& worker, std::size_t index) const {
 }
 
 void Model::Run::attend(Worker& worker, Thread& thread, std::size_t index) const {
-  const KvLayout& layout = inputs_.layout;
   const AttentionPlan& plan = *plans_.at(model_.weights_.layers[index].window);
-  const std::int64_t layer_bytes =
-      2LL * layout.num_kv_heads * layout.block_size * static_cast<std::int64_t>(layout.row_bytes);
-  const KvLayer layer = {inputs_.arena + static_cast<std::int64_t>(index) * layer_bytes};
   const AttentionRows rows = {buffers_.qkv.data(), qkv_width_, buffers_.attended.data(), query_width_};
   const int items = plan.num_items();
   for (int item = worker.claim(items); item >= 0; item = worker.claim(items)) {
-    plan.run(item, layer, rows, thread.scratch.data());
+    plan.run(item, inputs_.arena, static_cast<int>(index), rows, thread.scratch.data());
   }
   worker.end_phase();
   const int merges = plan.num_merges();

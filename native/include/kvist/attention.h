@@ -5,12 +5,13 @@
 // in the blocks already. Positions no query may see are never read.
 //
 // A block is (L, 2, K, P, N) row-major: per layer, K then V, per KV head, P positions of `row_bytes` each, in the
-// format of a codec (kv_codec.h).
+// format of a codec (kv_codec.h). The blocks of an arena are all of one codec, block b at b * block_stride, or each of
+// its own, wherever two tables by block id say.
 //
 // The work is planned once per step and window, and used by every layer: items for the pool, and merges of items that
 // saw different parts of one row's keys (by log-sum-exp). Blocks that several sequences share, as the block tables
 // show, are read once for all of them: their query rows are stacked. Sequences with many query rows in the step, and
-// sequences longer than the window, keep to themselves.
+// sequences longer than the window, keep to themselves. An item reads blocks of one codec.
 //
 // Numerics: softmax is exact up to float32 with serial. The vectorised versions may use fixed point where many rows
 // share a tile of keys: their error stays below 2e-3 of the range of V, which is the rounding of a bfloat16 result. A
@@ -33,10 +34,22 @@ struct KvLayout {
   int block_size;             // P
   int head_dim;               // D, a multiple of 8 up to 256
   int row_bytes;              // N * element size
-  std::int64_t block_stride;  // bytes from one block to the next, all layers in between
+  std::int64_t block_stride;  // bytes from one block to the next, all layers in between; unused where tables say
 };
 
-// One layer's K and V: base points at layer l of block 0.
+// Bytes of one layer of a block.
+static constexpr std::int64_t kv_layer_bytes(const KvLayout& layout) {
+  return std::int64_t{2} * layout.num_kv_heads * layout.block_size * layout.row_bytes;
+}
+
+// The same blocks in another codec.
+static constexpr KvLayout with_codec(KvLayout layout, KvCodec codec) {
+  layout.codec = codec;
+  layout.row_bytes = kv_row_bytes(codec, layout.head_dim);
+  return layout;
+}
+
+// One layer's K and V: base points at layer l of a block that starts at offset 0.
 struct KvLayer {
   const std::uint8_t* base;
 };
@@ -47,11 +60,18 @@ struct AttentionBatch {
   const std::int32_t* context_lens;  // S
   const std::int32_t* table_starts;  // S + 1 offsets into block_ids
   const std::int32_t* block_ids;
+  // By block id: bytes from the arena's start, and the codec's number. Null: block b is at b * block_stride, of the
+  // layout's codec.
+  const std::int64_t* block_offsets = nullptr;
+  const std::uint8_t* block_codecs = nullptr;
 };
 
+// A code that is no codec's: the block is not allocated.
+inline constexpr std::uint8_t kNotAllocated = 255;
+
 struct AttentionShape {
-  KvLayout layout;
-  int num_heads;  // H, a multiple of K
+  KvLayout layout;  // of blocks that are not in the tables of the batch
+  int num_heads;    // H, a multiple of K
   float scale;
   float softcap;  // 0: none
   int window;     // keys a query sees at most, itself included; 0: all
@@ -91,8 +111,8 @@ class AttentionPlan {
   AttentionPlanInfo info() const;
 
   // Both phases: any order, any thread, each index once per layer; a barrier between them. Partial results live in the
-  // plan: one layer at a time. Each call writes places of its own.
-  void run(int item, const KvLayer& layer, const AttentionRows& rows, std::uint8_t* scratch) const;
+  // plan: one layer at a time. Each call writes places of its own. `arena` is where offset 0 is.
+  void run(int item, const std::uint8_t* arena, int layer, const AttentionRows& rows, std::uint8_t* scratch) const;
   void merge(int index, const AttentionRows& rows) const;
 
  private:

@@ -20,6 +20,8 @@ namespace kvist {
 
 enum class KvCodec : int { kRaw16 = 0, kInt8 = 1 };
 
+inline constexpr int kNumKvCodecs = 2;
+
 inline constexpr int kKvGroup = 64;  // values that share a scale in int8
 
 static constexpr int kv_num_groups(int head_dim) { return (head_dim + kKvGroup - 1) / kKvGroup; }

@@ -63,12 +63,12 @@ struct ModelWeights {
 
 struct StepInputs {
   AttentionBatch batch;
-  int num_rows;                   // T
-  const std::int64_t* token_ids;  // (T,), checked against the vocabulary
-  const std::int32_t* positions;  // (T,)
-  const std::int64_t* slots;      // (T,) block id * P + offset
-  std::uint8_t* arena;            // block 0
-  KvLayout layout;
+  int num_rows;                    // T
+  const std::int64_t* token_ids;   // (T,), checked against the vocabulary
+  const std::int32_t* positions;   // (T,)
+  const std::int64_t* slots;       // (T,) block id * P + offset
+  std::uint8_t* arena;             // where offset 0 is
+  KvLayout layout;                 // of the blocks that the step writes
   int num_logits;                  // S
   const std::int32_t* logit_rows;  // (S,) ascending
 };

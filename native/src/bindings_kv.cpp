@@ -1,0 +1,132 @@
+#include "bindings_kv.h"
+
+#include <nanobind/stl/string.h>
+
+#include <cstdint>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "bindings.h"
+#include "kvist/isa.h"
+#include "kvist/kv_recode.h"
+#include "kvist/pool.h"
+
+namespace nb = nanobind;
+
+namespace kvist {
+namespace {
+
+constexpr const char* kCodecNames[kNumKvCodecs] = {"raw16", "int8"};
+
+[[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("[native] " + what); }
+
+}  // namespace
+
+KvCodec kv_codec_from(const std::string& name) {
+  for (int codec = 0; codec < kNumKvCodecs; ++codec) {
+    if (name == kCodecNames[codec]) {
+      return static_cast<KvCodec>(codec);
+    }
+  }
+  refuse("the codec must be raw16 or int8, received '" + name + "'");
+}
+
+BlockPlaces::BlockPlaces(const KvLayout& layout, int num_layers, std::int64_t num_rows, std::int64_t row_bytes,
+                         const std::optional<BlockOffsets>& offsets, const std::optional<BlockCodecs>& codecs)
+    : num_blocks_(num_rows), arena_bytes_(num_rows * row_bytes), written_(layout.codec) {
+  for (int codec = 0; codec < kNumKvCodecs; ++codec) {
+    block_bytes_[codec] = num_layers * kv_layer_bytes(with_codec(layout, static_cast<KvCodec>(codec)));
+  }
+  if (offsets.has_value() != codecs.has_value()) {
+    refuse("offsets and codecs of blocks go together");
+  }
+  if (offsets.has_value()) {
+    if (offsets->shape(0) != codecs->shape(0)) {
+      refuse("expected as many offsets as codecs of blocks, received " + std::to_string(offsets->shape(0)) + " and " +
+             std::to_string(codecs->shape(0)));
+    }
+    num_blocks_ = static_cast<std::int64_t>(offsets->shape(0));
+    offsets_ = offsets->data();
+    codecs_ = codecs->data();
+  } else if (row_bytes != block_bytes_[static_cast<int>(layout.codec)]) {
+    refuse("a block of this layout has " + std::to_string(block_bytes_[static_cast<int>(layout.codec)]) +
+           " bytes, the arena's have " + std::to_string(row_bytes));
+  }
+}
+
+void BlockPlaces::check_readable(std::int64_t id) const {
+  if (id < 0 || id >= num_blocks_) {
+    refuse("block id " + std::to_string(id) + " is not in an arena of " + std::to_string(num_blocks_) + " blocks");
+  }
+  if (offsets_ == nullptr) {
+    return;
+  }
+  const std::uint8_t codec = codecs_[id];
+  if (codec == kNotAllocated) {
+    refuse("block id " + std::to_string(id) + " is not allocated");
+  }
+  if (codec >= kNumKvCodecs) {
+    refuse("block id " + std::to_string(id) + " has the codec " + std::to_string(codec) + ", which is none");
+  }
+  if (offsets_[id] < 0 || offsets_[id] > arena_bytes_ - block_bytes_[codec]) {
+    refuse("block id " + std::to_string(id) + " is at " + std::to_string(offsets_[id]) + ", not in an arena of " +
+           std::to_string(arena_bytes_) + " bytes");
+  }
+}
+
+void BlockPlaces::check_writable(std::int64_t id) const {
+  if (codecs_ != nullptr && codecs_[id] != static_cast<std::uint8_t>(written_)) {
+    refuse("block id " + std::to_string(id) + " is to be written in " + kCodecNames[static_cast<int>(written_)] +
+           " and is in " + kCodecNames[codecs_[id]]);
+  }
+}
+
+void bind_kv(nb::module_& module) {
+  using Source = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+  using Target = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+  module.def(
+      "recode_block",
+      [](Pool& pool, const Source& source, const Target& target, const std::string& source_codec,
+         const std::string& target_codec, int num_layers, int num_kv_heads, int block_size, int head_dim,
+         int num_tokens) {
+        if (head_dim < 8 || head_dim > 256 || head_dim % 8 != 0) {
+          refuse("head_dim must be a multiple of 8 up to 256, received " + std::to_string(head_dim));
+        }
+        constexpr int kMost = 1 << 16;  // of each: far above any model's, and no product overflows
+        if (num_layers < 1 || num_kv_heads < 1 || block_size < 1 || num_layers > kMost || num_kv_heads > kMost ||
+            block_size > kMost) {
+          refuse("expected num_layers, num_kv_heads and block_size of at least 1, received " +
+                 std::to_string(num_layers) + ", " + std::to_string(num_kv_heads) + " and " +
+                 std::to_string(block_size));
+        }
+        if (num_tokens < 0 || num_tokens > block_size) {
+          refuse("num_tokens must be within a block of " + std::to_string(block_size) + ", received " +
+                 std::to_string(num_tokens));
+        }
+        const KvLayout layout =
+            with_codec({KvCodec::kRaw16, num_kv_heads, block_size, head_dim, 0, 0}, KvCodec::kRaw16);
+        const KvRecode recode = {with_codec(layout, kv_codec_from(source_codec)),
+                                 with_codec(layout, kv_codec_from(target_codec)), num_layers, num_tokens};
+        const auto check_size = [&](std::size_t size, const KvLayout& of, const char* what) {
+          if (static_cast<std::int64_t>(size) != num_layers * kv_layer_bytes(of)) {
+            refuse("the " + std::string(what) + " must have the " + std::to_string(num_layers * kv_layer_bytes(of)) +
+                   " bytes of a block, received " + std::to_string(size));
+          }
+        };
+        check_size(source.size(), recode.source, "source");
+        check_size(target.size(), recode.target, "target");
+        if (source.data() < target.data() + target.size() && target.data() < source.data() + source.size()) {
+          refuse("source and target must not overlap");
+        }
+        const nb::gil_scoped_release released;
+        return recode_block(pool, current_isa(), recode, source.data(), target.data());
+      },
+      nb::arg("pool"), nb::arg("source").noconvert(), nb::arg("target").noconvert(), nb::kw_only(),
+      nb::arg("source_codec"), nb::arg("target_codec"), nb::arg("num_layers"), nb::arg("num_kv_heads"),
+      nb::arg("block_size"), nb::arg("head_dim"), nb::arg("num_tokens"),
+      "Writes the first positions of a block into another one of another codec or the same. Returns how many K or V "
+      "rows had values beyond the target's range, which were held within it.");
+}
+
+}  // namespace kvist
