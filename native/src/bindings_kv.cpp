@@ -86,6 +86,17 @@ void bind_kv(nb::module_& module) {
   using Source = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
   using Target = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
   module.def(
+      "kv_codecs",
+      [] {
+        nb::list names;
+        for (const char* name : kCodecNames) {
+          names.append(name);
+        }
+        return names;
+      },
+      "Names of the formats of K and V, in the order of their numbers in tables by block id.");
+
+  module.def(
       "recode_block",
       [](Pool& pool, const Source& source, const Target& target, const std::string& source_codec,
          const std::string& target_codec, int num_layers, int num_kv_heads, int block_size, int head_dim,

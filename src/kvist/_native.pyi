@@ -67,6 +67,11 @@ def time_attention(pool: Pool, queries: Annotated[NDArray[numpy.float32], dict(s
 
 def encode_kv(codec: str, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None))]: ...
 
+def kv_codecs() -> list:
+    """
+    Names of the formats of K and V, in the order of their numbers in tables by block id.
+    """
+
 def recode_block(pool: Pool, source: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], target: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu')], *, source_codec: str, target_codec: str, num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, num_tokens: int) -> int:
     """
     Writes the first positions of a block into another one of another codec or the same. Returns how many K or V rows had values beyond the target's range, which were held within it.

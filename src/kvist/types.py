@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, NewType
+from typing import TYPE_CHECKING, Literal, NamedTuple, NewType
 
 from kvist.errors import InvalidSamplingParams
 from kvist.typecheck import mismatch
@@ -191,6 +191,15 @@ class BlockCopy:
     target: BlockId
     num_tokens: int
     """Leading positions to copy, [1, block_size]."""
+
+
+class MemoryOp(NamedTuple):
+    """What happens to the memory of one block, where blocks have several codecs."""
+
+    kind: Literal["allocate", "free", "demote"]
+    block_id: BlockId
+    codec: str
+    """Of the memory to allocate, or to demote the block to; empty for ``free``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

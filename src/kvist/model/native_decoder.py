@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from kvist.spec import ModelSpec
     from kvist.storage.arena import BlockArena
+    from kvist.storage.slabs import SlabArena
 
 _PROJECTIONS = ("qkv", "output", "gate_up", "down")
 _VECTORS = (
@@ -119,15 +120,16 @@ class NativeDecoder:
         """Return the time spent in each phase of the steps so far, waiting for other threads included."""
         return {name: ns / 1e9 for name, ns in self._model.phase_ns().items()}
 
-    def step(self, sequences: list[StepSequence], arena: BlockArena) -> StepScores:
+    def step(self, sequences: list[StepSequence], arena: BlockArena | SlabArena) -> StepScores:
         """Compute the step's tokens, store their K and V, and score the rows asked for.
 
         Args:
             sequences: At least one; their rows follow each other in this order.
-            arena: The blocks that the tables name.
+            arena: The blocks that the tables name; those that the step writes are in the codec of its ``kv_spec``.
 
         Raises:
-            ValueError: A token, a block or a count is outside its range; nothing was computed.
+            ValueError: A token, a block or a count is outside its range, or a block is not allocated or is to be
+                written and in another codec; nothing was computed.
 
         Mutates: The slots of the step's tokens in every layer of the arena.
         """
@@ -141,6 +143,8 @@ class NativeDecoder:
             arena.kv_spec.block_size,
             sequences,
             self._logits,
+            arena.offsets,
+            arena.codecs,
         )
         return StepScores(
             logits=self._logits,

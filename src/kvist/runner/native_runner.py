@@ -9,9 +9,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Protocol
 
+from kvist.errors import InvariantViolation
 from kvist.model.native_decoder import StepSequence
 from kvist.runner.sampler import SampleFailure, sample_rows
 from kvist.sched.output import StepResult
+from kvist.storage.slabs import SlabArena
 
 if TYPE_CHECKING:
     from kvist.model.native_decoder import StepScores
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 class Decoder(Protocol):
     """The model, as this runner sees it."""
 
-    def step(self, sequences: list[StepSequence], arena: BlockArena) -> StepScores:
+    def step(self, sequences: list[StepSequence], arena: BlockArena | SlabArena) -> StepScores:
         """Compute the step's tokens, store their K and V, and score the rows asked for."""
         ...
 
@@ -36,15 +38,25 @@ class NativeRunner:
         arena: Its KV blocks, in the machine's memory.
     """
 
-    def __init__(self, decoder: Decoder, arena: BlockArena) -> None:
+    def __init__(self, decoder: Decoder, arena: BlockArena | SlabArena) -> None:
         self._decoder = decoder
         self._arena = arena
 
     def run(self, plan: StepPlan) -> StepResult:
         """Carry out one step and return the tokens it chose.
 
-        Mutates: The arena: targets of copies and slots of the scheduled tokens.
+        Raises:
+            InvariantViolation: The plan changes the memory of blocks, and the arena's blocks have one codec.
+
+        Mutates: The arena: memory of blocks, targets of copies and slots of the scheduled tokens.
         """
+        if plan.memory_ops:
+            if not isinstance(self._arena, SlabArena):
+                raise InvariantViolation(
+                    f"[runner] expected no memory operations where blocks have one codec, received "
+                    f"{len(plan.memory_ops)} in step {plan.step_index}"
+                )
+            self._arena.apply(plan.memory_ops)
         # In plan order: a later copy may overwrite the source of an earlier one.
         for copy in plan.copies:
             self._arena.copy(copy.source, copy.target, copy.num_tokens)

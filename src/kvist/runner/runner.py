@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from kvist.errors import InvariantViolation
 from kvist.kernels.batch import AttentionBatch
 from kvist.runner.sampler import SampleFailure, sample
 from kvist.sched.output import StepResult
@@ -52,8 +53,16 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> StepResult:
         """Carry out one step and return the tokens it chose.
 
+        Raises:
+            InvariantViolation: The plan changes the memory of blocks; only the native plane's blocks can.
+
         Mutates: The arena: targets of copies and slots of the scheduled tokens.
         """
+        if plan.memory_ops:
+            raise InvariantViolation(
+                f"[runner] expected no memory operations where blocks have one codec, received "
+                f"{len(plan.memory_ops)} in step {plan.step_index}"
+            )
         with torch.inference_mode():
             # In plan order: a later copy may overwrite the source of an earlier one.
             for copy in plan.copies:

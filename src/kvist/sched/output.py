@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvist.types import BlockCopy
+from kvist.types import BlockCopy, MemoryOp
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BlockCopy",
+    "MemoryOp",
     "SampleSpec",
     "SampledToken",
     "ScheduledSequence",
@@ -70,9 +71,12 @@ class StepPlan:
 
     step_index: int
     copies: tuple[BlockCopy, ...]
-    """Block copies to carry out first, in this order."""
+    """Block copies to carry out first, in this order; none where ``memory_ops`` has them."""
     sequences: tuple[ScheduledSequence, ...]
     """At least one; each request at most once."""
+    memory_ops: tuple[MemoryOp | BlockCopy, ...] = ()
+    """Where blocks have several codecs: what happens to their memory, and the copies, to be carried out first and in
+    this order. A demoted block is full, and running sequences may read it."""
 
     @property
     def num_batch_tokens(self) -> int:

@@ -59,14 +59,11 @@ class BlockArena:
             kv_spec.block_size,
             codec.stored_dim(kv_spec.head_dim),
         )
-        try:
-            slab = _allocate(num_blocks * kv_spec.block_bytes, torch.device(device))
-        except (RuntimeError, MemoryError, OSError) as error:
-            raise ConfigError(
-                f"[storage] cannot allocate {num_blocks * kv_spec.block_bytes / GIB:.2f} GiB for "
-                f"{num_blocks} KV blocks of {kv_spec.block_bytes:,} bytes; lower --memory-gib"
-            ) from error
-        slab = slab.view(num_blocks, kv_spec.block_bytes)
+        slab = allocate(
+            num_blocks * kv_spec.block_bytes,
+            f"{num_blocks} KV blocks of {kv_spec.block_bytes:,} bytes",
+            torch.device(device),
+        ).view(num_blocks, kv_spec.block_bytes)
         self._kv_spec = kv_spec
         self._codec = codec
         self._slab = slab
@@ -105,6 +102,16 @@ class BlockArena:
         """The (B, block_bytes) uint8 bytes of all blocks, for kernels that address them by themselves."""
         return self._slab
 
+    @property
+    def offsets(self) -> None:
+        """Bytes from the slab's start by block id (``SlabArena``); None: ``block_bytes`` times the id."""
+        return None
+
+    @property
+    def codecs(self) -> None:
+        """Numbers of codecs by block id (``SlabArena``); None: all blocks have the codec of ``kv_spec``."""
+        return None
+
     def block_bytes(self, block_id: int) -> torch.Tensor:
         """Return the (block_bytes,) uint8 view of one block."""
         return self._slab[block_id]
@@ -142,11 +149,23 @@ class BlockArena:
         self._view[target, ..., :num_tokens, :] = self._view[source, ..., :num_tokens, :]
 
 
-def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return (num_bytes,) uint8, not initialised, on large pages where the system has them.
+def allocate(num_bytes: int, what: str, device: torch.device) -> torch.Tensor:
+    """Return (num_bytes,) uint8 for KV blocks, not initialised, on large pages where the system has them.
 
     A decode step reads every block of a context once, a few KiB at a time: on pages of 4 KiB it waits for translations.
+
+    Raises:
+        ConfigError: The memory cannot be had; the message says for ``what``.
     """
+    try:
+        return _allocate(num_bytes, device)
+    except (RuntimeError, MemoryError, OSError) as error:
+        raise ConfigError(
+            f"[storage] cannot allocate {num_bytes / GIB:.2f} GiB for {what}; lower --memory-gib"
+        ) from error
+
+
+def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     memory = mmap.mmap(-1, num_bytes + _LARGE_PAGE)

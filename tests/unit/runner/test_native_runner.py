@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
+from kvist.errors import InvariantViolation
+from kvist.kernels import native
 from kvist.model.native_decoder import StepScores, StepSequence
 from kvist.runner.native_runner import NativeRunner
-from kvist.sched.output import BlockCopy, SampleSpec, ScheduledSequence, StepPlan
+from kvist.sched.output import BlockCopy, MemoryOp, SampleSpec, ScheduledSequence, StepPlan
 from kvist.spec import KVSpec
 from kvist.storage.arena import BlockArena
+from kvist.storage.slabs import SlabArena
 from kvist.types import SamplingParams
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=1, head_dim=8, block_size=4, codec="raw16")
@@ -118,3 +122,43 @@ def test_a_sequence_that_wrote_damaged_values_fails_alone_and_is_named() -> None
     assert set(result.failed) == {"bad"}
     # The first damaged row: the second of its three, at position 7.
     assert "at position 7 (request bad)" in result.failed["bad"]
+
+
+@pytest.mark.skipif(not native.available(), reason="the native kernels were not built")
+def test_memory_operations_run_before_anything_else_and_in_order() -> None:
+    decoder = ScoreDecoder()
+    arena = SlabArena(SPEC, ("raw16", "int8"), 2**16, native.extension().Pool(1))
+    runner = NativeRunner(decoder, arena)
+    arena.apply([MemoryOp("allocate", 2, "raw16")])
+    arena.block(2)[:] = 0
+    runner.run(
+        StepPlan(
+            step_index=3,
+            copies=(),
+            sequences=(sequence("a", 0, [1], [9]),),
+            memory_ops=(
+                MemoryOp("demote", 2, "int8"),
+                MemoryOp("allocate", 9, "raw16"),
+                BlockCopy(source=2, target=9, num_tokens=4),
+                MemoryOp("free", 2, ""),
+            ),
+        )
+    )
+    start = int(arena.offsets[9])
+    step_memory = decoder.blocks[-1].reshape(-1)
+    assert not step_memory[start : start + SPEC.block_bytes].any()
+    assert arena.stats().num_blocks == {"raw16": 1, "int8": 0}
+
+
+def test_memory_operations_on_blocks_of_one_codec_are_refused() -> None:
+    runner, decoder, _ = make_runner()
+    with pytest.raises(InvariantViolation, match=r"no memory operations .* received 1 in step 7"):
+        runner.run(
+            StepPlan(
+                step_index=7,
+                copies=(),
+                sequences=(sequence("a", 0, [1], [9]),),
+                memory_ops=(MemoryOp("free", 2, ""),),
+            )
+        )
+    assert not decoder.steps

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from kvist.errors import InvariantViolation
 from kvist.kernels import dispatch
 from kvist.runner.runner import ModelRunner
-from kvist.sched.output import BlockCopy, SampleSpec, ScheduledSequence, StepPlan
+from kvist.sched.output import BlockCopy, MemoryOp, SampleSpec, ScheduledSequence, StepPlan
 from kvist.spec import KVSpec
 from kvist.storage.arena import BlockArena
 from kvist.types import SamplingParams
@@ -171,3 +172,17 @@ def test_nan_left_in_reused_blocks_reaches_no_other_sequence() -> None:
     result = runner.run(plan(sequence("a", 9, [5], [7, 2, 9]), sequence("b", 1, [8], [1])))
     assert result.failed == {}
     assert result.samples["a"].token_id == next_token([*PROMPT, 5])
+
+
+def test_memory_operations_are_refused() -> None:
+    runner, decoder, _ = make_runner()
+    with pytest.raises(InvariantViolation, match=r"no memory operations .* received 1 in step 7"):
+        runner.run(
+            StepPlan(
+                step_index=7,
+                copies=(),
+                sequences=(sequence("a", 0, [1], [9]),),
+                memory_ops=(MemoryOp("free", 2, ""),),
+            )
+        )
+    assert not decoder.batches
