@@ -8,9 +8,10 @@ prefix, and it is complete when it is as long as the longest prefix that any cac
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from benchmarks.eviction_strategies import Arc, S3Fifo
@@ -23,7 +24,8 @@ from kvist.cache.hash import BlockHasher, TokenChain
 from kvist.cache.manager import CacheManager
 from kvist.cache.namespaces import Namespace
 from kvist.errors import NotCached, PinBudgetExceeded
-from kvist.types import BlockHash
+from kvist.precision import KVBudget, KVPrecision
+from kvist.types import BlockCopy, BlockHash
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -71,7 +73,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.pins: list[tuple[Pin, TokenChain]] = []
         self.num_pinned_ever = 0
         self.manager = CacheManager(
-            num_blocks=num_blocks,
+            **self.memory(num_blocks),
             block_size=block_size,
             hasher=self.hasher,
             eviction=type(self).strategy,
@@ -79,13 +81,25 @@ class CacheMachine(RuleBasedStateMachine):
             pin_fraction=self.pin_fraction,
             clock_ns=lambda: self.now_ns,
         )
-        self.contents: list[list[object]] = [[None] * block_size for _ in range(num_blocks)]
-        self.num_committed = [0] * num_blocks
+        num_ids = len(self.manager._pool.blocks)
+        self.contents: list[list[object]] = [[None] * block_size for _ in range(num_ids)]
+        self.num_committed = [0] * num_ids
         self.waiting: list[ModelRequest] = []
         self.running: list[ModelRequest] = []
         self.found: list[tuple[TokenChain, PrefixMatch]] = []
 
+    def memory(self, num_blocks: int) -> dict[str, Any]:
+        return {"num_blocks": num_blocks}
+
     # --- the model
+
+    def run_copies(self, plan: list[tuple[ModelRequest, int]]) -> None:
+        assert self.manager.take_memory_ops() == ()
+        for request, _ in plan:
+            copy = request.lease.pending_copy
+            if copy is not None:
+                head = self.contents[copy.source][: copy.num_tokens]
+                self.contents[copy.target][: copy.num_tokens] = head
 
     def known_prefixes(self, namespace: Namespace) -> set[tuple[int, ...]]:
         cached = {block.block_id for block in self.manager._pool.blocks if block.node is not None}
@@ -184,10 +198,12 @@ class CacheMachine(RuleBasedStateMachine):
         if is_stale:
             self.manager.reset()
         match_now = self.manager.match(request.chain, len(request.tokens) - 1)
-        available = self.manager.num_available
-        blocks = self.manager._pool.blocks
+        pool = self.manager._pool
+        available = pool.num_available_units
         cost = self.manager.num_blocks_for(footprint) - len(match_now.block_ids)
-        cost += sum(blocks[block_id].ref_count == 0 for block_id in match_now.block_ids)
+        cost *= pool.sizes[0]
+        hits = [pool.blocks[block_id] for block_id in match_now.block_ids]
+        cost += sum(block.size for block in hits if block.ref_count == 0)
         lease = self.manager.admit(match, request.chain, footprint)
         if lease is None:
             assert cost > available
@@ -204,7 +220,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.assert_contents(request)
         if lease.pending_copy is None:
             assert lease.num_computed_tokens == request.num_written
-            assert match_now.copy is None or cost + 1 > available
+            assert match_now.copy is None or cost + pool.sizes[0] > available
         else:
             # The copy runs with the next step; until then its source must stay as it is.
             source = self.contents[lease.pending_copy.source]
@@ -249,11 +265,7 @@ class CacheMachine(RuleBasedStateMachine):
             # Within the footprint, so it cannot fail.
             assert self.manager.extend(request.lease, end)
             self.follow_table(request)
-        for request, _ in plan:
-            copy = request.lease.pending_copy
-            if copy is not None:
-                head = self.contents[copy.source][: copy.num_tokens]
-                self.contents[copy.target][: copy.num_tokens] = head
+        self.run_copies(plan)
         for request, end in plan:
             for position in range(request.lease.num_computed_tokens, end):
                 block = self.contents[request.table[position // self.block_size]]
@@ -301,13 +313,14 @@ class CacheMachine(RuleBasedStateMachine):
         """Grow beyond the footprint: takes unreserved blocks and evicts, or changes nothing."""
         request = self.pick(self.running, index)
         before = self.manager.stats()
+        num_available = self.manager.num_available
         num_tokens = len(request.tokens) + request.num_output_tokens + num_more
         num_new = self.manager.num_blocks_for(num_tokens) - len(request.table)
         num_extra = num_new - request.lease.num_reserved_blocks
         if self.manager.extend(request.lease, num_tokens):
-            assert num_extra <= before.num_free + before.num_evictable - before.num_reserved
+            assert num_extra <= num_available
         else:
-            assert num_extra > before.num_free + before.num_evictable - before.num_reserved
+            assert num_extra > num_available
             assert self.manager.stats() == before
         self.follow_table(request)
 
@@ -341,7 +354,8 @@ class CacheMachine(RuleBasedStateMachine):
                 self.pins.append((pin, request.chain))
                 self.num_pinned_ever += 1
                 return
-            assert sum(block.ref_count == 0 for block in blocks) > manager.num_available
+            num_taken = sum(block.size for block in blocks if block.ref_count == 0)
+            assert num_taken > manager._pool.num_available_units
         assert manager.stats() == before
 
     @precondition(lambda self: self.pins)
@@ -384,7 +398,8 @@ class CacheMachine(RuleBasedStateMachine):
             return
         self.manager.check_invariants()
         stats = self.manager.stats()
-        assert stats.num_free + stats.num_evictable + stats.num_held == stats.num_blocks
+        if not stats.bytes_by_codec:
+            assert stats.num_free + stats.num_evictable + stats.num_held == stats.num_blocks
         for request in self.running:
             self.assert_contents(request)
         self.pins = [entry for entry in self.pins if not entry[0].is_released]
@@ -432,6 +447,78 @@ class SharedCacheMachine(CacheMachine):
     pin_fraction = 0.25
 
 
+class MixedCacheMachine(CacheMachine):
+    """Blocks change their codec: what happens to memory is replayed in its order, as the arena does."""
+
+    precision = KVPrecision.parse("sink=raw16,recent:3=raw16,rest=int8")
+    shares = MappingProxyType({"a": 0.3})
+    pin_fraction = 0.25
+
+    def memory(self, num_blocks: int) -> dict[str, Any]:
+        self.block_bytes = {"raw16": 100, "int8": 52}
+        self.num_bytes = num_blocks * 100 + 30
+        self.codecs: dict[int, str] = {}
+        budget = KVBudget(
+            num_bytes=self.num_bytes, block_bytes=self.block_bytes, precision=self.precision
+        )
+        return {"budget": budget}
+
+    def run_copies(self, plan: list[tuple[ModelRequest, int]]) -> None:
+        self.replay_memory()
+
+    def follow_table(self, request: ModelRequest) -> None:
+        self.replay_memory()
+        request.table = list(request.lease.block_table)
+
+    def replay_memory(self) -> None:
+        for op in self.manager.take_memory_ops():
+            if isinstance(op, BlockCopy):
+                assert op.source in self.codecs
+                assert self.codecs[op.target] == "raw16"
+                head = self.contents[op.source][: op.num_tokens]
+                self.contents[op.target][: op.num_tokens] = head
+            elif op.kind == "allocate":
+                assert op.block_id not in self.codecs
+                self.codecs[op.block_id] = op.codec
+                self.contents[op.block_id] = [None] * self.block_size
+                self.num_committed[op.block_id] = 0
+            elif op.kind == "free":
+                del self.codecs[op.block_id]
+            else:
+                assert self.block_bytes[op.codec] < self.block_bytes[self.codecs[op.block_id]]
+                assert self.num_committed[op.block_id] == self.block_size
+                self.codecs[op.block_id] = op.codec
+            used = sum(self.block_bytes[codec] for codec in self.codecs.values())
+            assert used <= self.num_bytes
+
+    @invariant()
+    def codecs_follow_the_rule(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        self.replay_memory()
+        pool = self.manager._pool
+        usage = {codec: count for codec, (count, _) in pool.usage().items()}
+        counts = Counter(self.codecs.values())
+        assert usage == {codec: counts[codec] for codec in usage}
+        recent_blocks = set()
+        for request in self.running:
+            length = request.lease.num_computed_tokens
+            for index, block_id in enumerate(request.table):
+                if (index + 1) * self.block_size > length - 3:
+                    recent_blocks.add(block_id)
+            if request.table and self.precision.sink == "raw16":
+                recent_blocks.add(request.table[0])
+        held = {block_id for request in self.running for block_id in request.table}
+        for block_id in held:
+            # A block that was small when it became recent again stays so; one that is old is always small.
+            if block_id not in recent_blocks:
+                assert self.codecs[block_id] == "int8"
+
+
+class SinklessCacheMachine(MixedCacheMachine):
+    precision = KVPrecision.parse("recent:5=raw16,rest=int8")
+
+
 SETTINGS = settings(
     max_examples=60,
     stateful_step_count=40,
@@ -450,6 +537,10 @@ TestArcCacheMachine = ArcCacheMachine.TestCase
 TestArcCacheMachine.settings = settings(SETTINGS, max_examples=20)
 TestSharedCacheMachine = SharedCacheMachine.TestCase
 TestSharedCacheMachine.settings = settings(SETTINGS, max_examples=30)
+TestMixedCacheMachine = MixedCacheMachine.TestCase
+TestMixedCacheMachine.settings = settings(SETTINGS, max_examples=40)
+TestSinklessCacheMachine = SinklessCacheMachine.TestCase
+TestSinklessCacheMachine.settings = settings(SETTINGS, max_examples=20)
 MACHINES = [
     CacheMachine,
     CollidingCacheMachine,
@@ -457,6 +548,8 @@ MACHINES = [
     S3FifoCacheMachine,
     ArcCacheMachine,
     SharedCacheMachine,
+    MixedCacheMachine,
+    SinklessCacheMachine,
 ]
 
 

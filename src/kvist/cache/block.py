@@ -16,10 +16,26 @@ if TYPE_CHECKING:
 class Block:
     """One block of the pool, from start to end of the engine; compared and hashed by identity."""
 
-    __slots__ = ("block_id", "duplicate_of", "node", "partition", "ref_count")
+    __slots__ = (
+        "block_id",
+        "duplicate_of",
+        "fresh",
+        "level",
+        "node",
+        "partition",
+        "ref_count",
+        "size",
+    )
 
     partition: Partition
     """Where it counts since it was last allocated, and where it is queued when evictable; unset before."""
+
+    size: int
+    """What it takes of the pool's capacity since it was last allocated; unset before."""
+    level: int
+    """Its codec, as an index into the pool's sizes; set with ``size``."""
+    fresh: list[int]
+    """For each window of the precision rule, the leases that have it within that window; unset where no rule is."""
 
     def __init__(self, block_id: BlockId) -> None:
         self.block_id = block_id

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvist.cache.block import Block
     from kvist.cache.lease import PrefixLease
     from kvist.cache.memory import Entry, PromptMemory
+    from kvist.cache.partition import Partition
     from kvist.cache.pending import PendingIdentities
     from kvist.cache.pins import Pin
     from kvist.cache.pool import BlockPool
@@ -46,6 +47,7 @@ def check(
     """
     problems = [
         *_conservation(pool, leases, pins),
+        *_sizes(pool, leases),
         *_partitions(pool),
         *_tree_shape(tree),
         *_tree_references(pool, tree),
@@ -91,12 +93,12 @@ def _conservation(
 ) -> Iterator[str]:
     free, evictable = set(pool.free_blocks), set(pool.evictable)
     held = {block for block in pool.blocks if block.ref_count}
-    num_listed = pool.num_free + len(pool.evictable) + len(held)
+    num_listed = len(pool.free_blocks) + len(pool.evictable) + len(held)
     if pool.num_evictable != len(pool.evictable):
         yield f"{pool.num_evictable} evictable blocks counted, {len(pool.evictable)} are queued"
     if num_listed != len(pool.blocks) or free | evictable | held != set(pool.blocks):
         yield (
-            f"{pool.num_free} free + {len(evictable)} evictable + {len(held)} held blocks are not "
+            f"{len(free)} free + {len(evictable)} evictable + {len(held)} held blocks are not "
             f"each of the {len(pool.blocks)} blocks once"
         )
     references: Counter[Block] = Counter()
@@ -111,19 +113,43 @@ def _conservation(
         if block.ref_count != references[block]:
             yield f"{block!r} has {references[block]} holders"
     num_reserved = sum(lease.num_reserved_blocks for lease in leases)
-    if num_reserved != pool.num_reserved or pool.num_available < 0:
+    if num_reserved != pool.num_reserved or pool.num_available_units < 0:
         yield (
             f"{pool.num_reserved} blocks reserved, leases have {num_reserved}, "
             f"{pool.num_available} are available"
         )
 
 
+def _sizes(pool: BlockPool, leases: Sequence[PrefixLease]) -> Iterator[str]:
+    evictable = pool.evictable
+    in_use = {block for block in pool.blocks if block.ref_count}.union(evictable)
+    num_used = sum([block.size for block in in_use])
+    num_evictable_units = sum([block.size for block in evictable])
+    if (num_used, num_evictable_units) != (pool.num_used, pool.num_evictable_units):
+        yield (
+            f"{pool.num_used} units counted, {pool.num_evictable_units} of them evictable; blocks take {num_used} "
+            f"and {num_evictable_units}"
+        )
+    if num_used > pool.capacity:
+        yield f"blocks take {num_used} of {pool.capacity} units"
+    if any(block.size != pool.sizes[block.level] for block in in_use):
+        yield "a block has not the size of its codec"
+    for window in range(len(leases[0].windows) if leases else 0):
+        holders = Counter(
+            block for lease in leases for block in lease.blocks[lease.windows[window] :]
+        )
+        if any(block.fresh[window] != holders[block] for block in pool.blocks):
+            yield f"the leases that have a block within window {window} are miscounted"
+
+
 def _partitions(pool: BlockPool) -> Iterator[str]:
     in_use = {block for block in pool.blocks if block.ref_count}.union(pool.evictable)
-    used = Counter(block.partition for block in in_use)
+    used: Counter[Partition] = Counter()
+    for block in in_use:
+        used[block.partition] += block.size
     for partition in pool.partitions:
         if used[partition] != partition.num_used:
-            yield f"{partition.num_used} blocks counted in a partition that has {used[partition]}"
+            yield f"{partition.num_used} units counted in a partition that has {used[partition]}"
         if any(block.partition is not partition for block in partition):
             yield "a block is queued in another partition than its own"
         if any(not block.node or not block.node.kept_until_ns for block in partition.retained):
@@ -131,7 +157,7 @@ def _partitions(pool: BlockPool) -> Iterator[str]:
         if any(block.node and block.node.kept_until_ns for block in partition.strategy):
             yield "a block with a TTL is queued with those without"
         if not pool.partitions.is_single and partition.rank != pool.partitions.rank_of(partition):
-            yield f"a partition of {partition.num_used} blocks is ranked {partition.rank}"
+            yield f"a partition of {partition.num_used} units is ranked {partition.rank}"
 
 
 def _tree_shape(tree: PrefixTree) -> Iterator[str]:

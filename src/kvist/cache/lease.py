@@ -88,6 +88,7 @@ class PrefixLease:
         "pending_copy",
         "tenant",
         "tip",
+        "windows",
     )
 
     def __init__(self, *, num_reserved_blocks: int, can_publish: bool, tenant: str = "") -> None:
@@ -129,6 +130,8 @@ class PrefixLease:
         """Computed head of block num_sealed, when there is one and can_publish."""
         self.pending: deque[tuple[int, bytes]] = deque()
         """Identities it is computing, in order: (position after the last token, key)."""
+        self.windows: list[int] = []
+        """For each window of the precision rule, the first block within it."""
         self.in_flight: deque[Entry] = deque()
         """What ``memory`` keeps of the blocks num_sealed and up that were known at admission."""
 

@@ -33,6 +33,10 @@ Pins. ``pin`` holds published blocks as a lease does, for a user instead of a re
 own TTL. Pins hold ``pin_fraction`` of the pool at most, and ``can_ever_admit`` counts on the rest only; so a footprint
 that it accepts is admitted at the latest when nothing else runs, whatever is pinned.
 
+Several codecs (``KVBudget``). Memory is then counted in bytes. A block is written in the largest codec; ``aging`` says
+when it is made smaller: as the precision rule wants, or, before anything cached is evicted, for room. A footprint is
+promised in the largest codec, so that what runs never depends on what has been demoted.
+
 Times end by the injected clock, when memory or the state of the cache is next asked for.
 """
 
@@ -44,6 +48,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvist.cache import invariants
+from kvist.cache.aging import Aging
 from kvist.cache.eviction import strategy_factory
 from kvist.cache.explain import Shortfall, explain, explain_off
 from kvist.cache.hash import TOKEN_BYTES, BlockHasher, TokenChain
@@ -65,13 +70,15 @@ if TYPE_CHECKING:
     from kvist.cache.memory import Entry
     from kvist.cache.namespaces import Namespace
     from kvist.cache.tree import Node
+    from kvist.precision import KVBudget
+    from kvist.types import MemoryOp
 
 
 class CacheManager:
     """The prefix cache of one arena.
 
     Args:
-        num_blocks: Blocks in the arena, >= 1.
+        num_blocks: Blocks in the arena, >= 1; with a budget, 0.
         block_size: Tokens per block, >= 1.
         hasher: Computes block identities.
         prefix_cache: Whether blocks are published and looked up at all.
@@ -82,6 +89,7 @@ class CacheManager:
             ever accepted.
         clock_ns: Monotonic clock in nanoseconds, for pins and TTLs.
         max_ghosts: Blocks remembered after they left the cache, >= 0, so that misses can be explained.
+        budget: Memory for blocks whose codec depends on their age; None: all blocks have one codec.
 
     Raises:
         ConfigError: A size is below 1, a fraction outside its range, or the strategy unknown.
@@ -90,7 +98,7 @@ class CacheManager:
     def __init__(  # noqa: PLR0913  # one keyword for each thing that a configuration chooses
         self,
         *,
-        num_blocks: int,
+        num_blocks: int = 0,
         block_size: int,
         hasher: BlockHasher,
         prefix_cache: bool = True,
@@ -99,7 +107,12 @@ class CacheManager:
         pin_fraction: float = 0.0,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
         max_ghosts: int = DEFAULT_MAX_GHOSTS,
+        budget: KVBudget | None = None,
     ) -> None:
+        codecs = None
+        if budget is not None:
+            codecs = {codec: budget.block_bytes[codec] for codec in budget.precision.codecs}
+            num_blocks = budget.num_bytes // budget.block_bytes[budget.precision.codecs[0]]
         if num_blocks < 1 or block_size < 1:
             raise ConfigError(
                 f"[cache] num_blocks and block_size must be >= 1, received {num_blocks=}, {block_size=}; "
@@ -110,7 +123,14 @@ class CacheManager:
         self._hasher = hasher
         if not 0.0 <= pin_fraction < 1.0:
             raise ConfigError(f"[cache] pin_fraction must be in [0, 1), received {pin_fraction}")
-        self._pool = BlockPool(num_blocks, strategy_factory(eviction), shares)
+        self._pool = BlockPool(
+            num_blocks if budget is None else budget.num_bytes,
+            strategy_factory(eviction),
+            shares,
+            codecs,
+            demotes_first=budget is None or budget.precision.sink == budget.precision.rest,
+        )
+        self._aging = None if budget is None else Aging(self._pool, budget, block_size)
         self._max_pinned = int(num_blocks * pin_fraction)
         self._pins: set[Pin] = set()
         self._num_pins_of: Counter[Block] = Counter()
@@ -128,12 +148,12 @@ class CacheManager:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the pool."""
-        return len(self._pool.blocks)
+        """Blocks in the pool; with a budget, blocks of the largest codec that it holds."""
+        return self._pool.num_blocks
 
     @property
     def num_free(self) -> int:
-        """Blocks that hold nothing."""
+        """Blocks that could be allocated without giving up another one."""
         return self._pool.num_free
 
     @property
@@ -144,7 +164,7 @@ class CacheManager:
     @property
     def num_held(self) -> int:
         """Blocks that leases or pins hold."""
-        return self.num_blocks - self.num_free - self.num_evictable
+        return self._pool.num_held
 
     @property
     def num_pinned(self) -> int:
@@ -163,7 +183,7 @@ class CacheManager:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be promised: num_free + num_evictable - num_reserved."""
+        """Blocks that can be promised: what is free or evictable and not reserved."""
         return self._pool.num_available
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -314,20 +334,14 @@ class CacheManager:
         if not self.is_current(match, chain):
             match = self.match(chain, match.max_hit_len)
         pool = self._pool
-        hits = [node.block for node in match.nodes]
-        num_footprint = self.num_blocks_for(num_reserved_tokens)
+        num_lacking = self.num_blocks_for(num_reserved_tokens) - len(match.nodes)
         source = None if match.source is None else match.source.block
         copy = match.copy
-        # Holding an evictable block takes it from the others just as a promise does.
-        num_taken = sum([block.ref_count == 0 for block in hits])
-        if source is not None and copy is not None:
-            num_new = max(num_footprint - len(hits), 1)
-            if num_taken + (source.ref_count == 0) + num_new > pool.num_available:
-                source = copy = None
-        if source is None:
-            num_new = max(num_footprint - len(hits), 0)
-            if num_taken + num_new > pool.num_available:
-                return None
+        if source is not None and not self._has_room(match, source, max(num_lacking, 1)):
+            source = copy = None
+        num_new = max(num_lacking, 0 if source is None else 1)
+        if source is None and not self._has_room(match, None, num_new):
+            return None
         lease = self._lease_on_hits(match, chain, is_reuse=is_reuse)
         if source is not None:
             pool.hold(source)
@@ -346,6 +360,8 @@ class CacheManager:
             self._begin_copy(lease, source, copy.num_tokens)
         if self.prefix_cache:
             self._add_pending(lease, chain)
+        if self._aging is not None:
+            self._counters.num_demotions_by_age += self._aging.advance(lease)
         self._count_admission(lease, chain)
         return lease
 
@@ -406,6 +422,8 @@ class CacheManager:
         while lease.pending and lease.pending[0][0] <= lease.num_computed_tokens:
             self._pending.remove(lease.pending.popleft()[1])
         self._end_copy(lease)
+        if self._aging is not None:
+            self._counters.num_demotions_by_age += self._aging.advance(lease)
         while self._forks:
             self._abandon_sibling(self._forks.pop())
 
@@ -434,6 +452,8 @@ class CacheManager:
             lease.open_node = None
         while lease.in_flight:
             self._memory.end(lease.in_flight.pop())
+        if self._aging is not None:
+            self._aging.leave(lease)
         # Tails first, so that the longest prefix survives longest (eviction inv. 1).
         for block in reversed(lease.blocks):
             if block.duplicate_of is not None:
@@ -473,7 +493,8 @@ class CacheManager:
                 f"[cache] pins may hold {self._max_pinned} of {self.num_blocks} blocks, received a pin that "
                 f"makes it {num_pinned}; unpin something or pin fewer tokens"
             )
-        if sum([block.ref_count == 0 for block in blocks]) > self._pool.num_available:
+        num_taken = sum([block.size for block in blocks if block.ref_count == 0])
+        if num_taken > self._pool.num_available_units:
             return None
         for block in blocks:
             self._pool.hold(block)
@@ -529,6 +550,13 @@ class CacheManager:
         self._deadlines.add(deadline_ns, Retention(list(enumerate(nodes))))
         return len(nodes) * self.block_size
 
+    def take_memory_ops(self) -> tuple[MemoryOp | BlockCopy, ...]:
+        """Return what is to happen to the arena's memory, in order, since this was last asked; for the next plan.
+
+        Empty where all blocks have one codec. Where they have several, copies are among them.
+        """
+        return self._pool.take_memory_ops()
+
     # --- the whole cache
 
     def reset(self) -> int:
@@ -543,6 +571,7 @@ class CacheManager:
     def stats(self) -> CacheStats:
         """Return sizes and counters, after ending what is due."""
         self._expire_due()
+        usage = self._pool.usage() if self._pool.is_mixed else {}
         return CacheStats(
             num_blocks=self.num_blocks,
             block_size=self.block_size,
@@ -552,6 +581,8 @@ class CacheManager:
             num_reserved=self.num_reserved,
             num_pinned=self.num_pinned,
             num_ghosts=len(self._memory.ghosts),
+            blocks_by_codec={codec: count for codec, (count, _) in usage.items()},
+            bytes_by_codec={codec: num_bytes for codec, (_, num_bytes) in usage.items()},
             **self._counters.snapshot(),
         )
 
@@ -578,6 +609,14 @@ class CacheManager:
         """Return whether a live lease computes block ``index``, and that block is wanted."""
         return num_hit_tokens < limit and pending_key(chain, index) in self._pending
 
+    def _has_room(self, match: PrefixMatch, source: Block | None, num_new: int) -> bool:
+        """Return whether the hits, the source of a copy and so many new blocks can be had together."""
+        # Holding an evictable block takes it from the others just as a promise does.
+        num_taken = sum([node.block.size for node in match.nodes if node.block.ref_count == 0])
+        if source is not None and source.ref_count == 0:
+            num_taken += source.size
+        return num_taken + num_new * self._pool.sizes[0] <= self._pool.num_available_units
+
     def _lease_on_hits(
         self, match: PrefixMatch, chain: TokenChain, *, is_reuse: bool
     ) -> PrefixLease:
@@ -593,6 +632,8 @@ class CacheManager:
             self._pool.hold(node.block)
         lease.blocks = [node.block for node in match.nodes]
         lease.block_table = list(match.block_ids)
+        if self._aging is not None:
+            self._counters.num_demotions_by_age += self._aging.enter(lease)
         lease.num_shared = lease.num_sealed = len(match.nodes)
         lease.num_computed_tokens = lease.num_shared * self.block_size
         if match.nodes:
@@ -609,13 +650,22 @@ class CacheManager:
         """Allocate blocks promised to the lease."""
         pool = self._pool
         for _ in range(num_new):
-            if not pool.free_blocks:
-                self._evict()
+            while not pool.num_free:
+                self._make_room()
             block = pool.allocate(lease.tenant)
+            if self._aging is not None:
+                self._aging.add(block)
             lease.blocks.append(block)
             lease.block_table.append(block.block_id)
             lease.num_reserved_blocks -= 1
             pool.num_reserved -= 1
+
+    def _make_room(self) -> None:
+        """Gain memory: at the cost of some precision where that is allowed, else of a cached block."""
+        if self._aging is not None and self._aging.demote_coldest():
+            self._counters.num_demotions_for_room += 1
+        else:
+            self._evict()
 
     def _evict(self) -> None:
         block = self._pool.evict()
@@ -669,6 +719,7 @@ class CacheManager:
         lease.pending_copy = BlockCopy(
             source=source.block_id, target=lease.block_table[-1], num_tokens=num_tokens
         )
+        self._pool.note_copy(lease.pending_copy)
         lease.num_computed_tokens += num_tokens
 
     def _end_copy(self, lease: PrefixLease) -> None:

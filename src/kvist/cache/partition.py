@@ -33,9 +33,9 @@ class Partition:
         self.retained: OrderedDict[Block, None] = OrderedDict()
         """Evictable blocks with a TTL, least recently used first."""
         self.num_share = num_share
-        """Blocks it may use before it is evicted from first."""
+        """What its blocks may take of the capacity before it is evicted from first."""
         self.num_used = 0
-        """Blocks it has, held ones included."""
+        """What its blocks take of the capacity, held ones included."""
         self.rank = 0
         """0: nothing to evict; 1: within its share; 2: over it."""
 
@@ -57,8 +57,9 @@ class Partitions:
 
     Args:
         make_strategy: Makes each partition's strategy.
-        num_blocks: Blocks of the pool.
-        shares: Fraction of the pool by tenant; tenants that are not in it have what is left together.
+        num_blocks: Blocks that the pool can have at once.
+        capacity: What all of them may take.
+        shares: Fraction of the capacity by tenant; tenants that are not in it have what is left together.
 
     Raises:
         ConfigError: A share is not positive, or they exceed 1 in all.
@@ -67,7 +68,11 @@ class Partitions:
     __slots__ = ("_by_rank", "_named", "_rest", "is_single")
 
     def __init__(
-        self, make_strategy: StrategyFactory, num_blocks: int, shares: Mapping[str, float]
+        self,
+        make_strategy: StrategyFactory,
+        num_blocks: int,
+        capacity: int,
+        shares: Mapping[str, float],
     ) -> None:
         # Shares are written in decimal: three of 0.1 and one of 0.7 make a little more than 1.
         if not all(share > 0.0 for share in shares.values()) or sum(shares.values()) > 1.0 + 1e-9:
@@ -75,10 +80,10 @@ class Partitions:
                 f"[cache] shares must be above 0 and 1 at most in all, received {dict(shares)}"
             )
         self._named = {
-            tenant: Partition(make_strategy(num_blocks), share * num_blocks)
+            tenant: Partition(make_strategy(num_blocks), share * capacity)
             for tenant, share in shares.items()
         }
-        num_left = num_blocks - sum([part.num_share for part in self._named.values()])
+        num_left = capacity - sum([part.num_share for part in self._named.values()])
         self._rest = Partition(make_strategy(num_blocks), num_left)
         self.is_single = not self._named
         """Whether everybody has one partition, so that nothing need be ranked."""

@@ -1,54 +1,102 @@
-"""All blocks, and which of three sets each is in.
+"""All blocks, which of three sets each is in, and how much memory they take.
 
-Responsible for reference counts, the free blocks, the evictable ones in their partitions, and the number of blocks
-promised to leases. The only module that changes a reference count. Knows no tokens.
+Responsible for reference counts, the free blocks, the evictable ones in their partitions, what is promised to leases,
+and the size of each block. The only module that changes a reference count or a size. Knows no tokens.
 
 1. Every block is in exactly one set: free (holds nothing), evictable (published, ref count 0), held (ref count > 0).
-2. ``num_available = free + evictable - reserved >= 0``: a reserved block can always be allocated.
+2. The sizes of the blocks that are not free add up to ``num_used <= capacity``.
+3. ``capacity - num_used + num_evictable_units >= num_reserved * sizes[0]``: a reserved block can always be allocated.
+
+Where all blocks have one codec, a block is the unit of memory, and sizes are 1. Where a block can change its codec,
+the unit is a byte: a block is allocated in the first and largest size and can be demoted to smaller ones. What happens
+to memory is then noted in order, for whoever owns it to do the same (``take_memory_ops``).
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from kvist.cache.block import Block
 from kvist.cache.eviction import Lru
 from kvist.cache.partition import Partitions
-from kvist.types import BlockId
+from kvist.types import BlockCopy, BlockId, MemoryOp
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvist.cache.eviction import StrategyFactory
+    from kvist.cache.tree import Node
 
 
 class BlockPool:
     """The blocks of one arena. Engine thread only; every operation is O(1), amortised where a strategy is asked.
 
     Args:
-        num_blocks: Blocks in the arena.
+        capacity: Memory of the arena in units: blocks where there is one codec, else bytes.
         make_strategy: Makes the strategy of each partition.
         shares: Fraction of the pool by tenant (``partition``).
+        codecs: Units that a block takes by codec, in the order in which it can change, sizes falling; None: one codec.
+        demotes_first: Whether the first block of a sequence is demoted for room like any other.
     """
 
-    __slots__ = ("_free", "_is_single", "blocks", "num_evictable", "num_reserved", "partitions")
+    __slots__ = (
+        "_codecs",
+        "_demotable",
+        "_demotes_first",
+        "_free",
+        "_is_single",
+        "_memory_ops",
+        "_num_by_level",
+        "blocks",
+        "capacity",
+        "num_evictable",
+        "num_evictable_units",
+        "num_reserved",
+        "num_used",
+        "partitions",
+        "sizes",
+    )
 
     def __init__(
         self,
-        num_blocks: int,
+        capacity: int,
         make_strategy: StrategyFactory = Lru,
         shares: Mapping[str, float] | None = None,
+        codecs: Mapping[str, int] | None = None,
+        *,
+        demotes_first: bool = True,
     ) -> None:
-        self.partitions = Partitions(make_strategy, num_blocks, shares or {})
+        self._codecs = tuple(codecs or ("",))
+        self.sizes = tuple(codecs.values()) if codecs else (1,)
+        """Units that a block takes, by its level."""
+        self.capacity = capacity
+        num_blocks = capacity // self.sizes[-1]
+        self.partitions = Partitions(make_strategy, num_blocks, capacity, shares or {})
         self._is_single = self.partitions.is_single
         self.blocks: Sequence[Block] = tuple(Block(BlockId(i)) for i in range(num_blocks))
         # A stack: only its end is ever touched, and the block freed last is the one most likely still in the caches.
         self._free = list(reversed(self.blocks))
+        self._demotes_first = demotes_first
+        # Evictable full blocks of the first size, least recently used first.
+        self._demotable: OrderedDict[Block, None] = OrderedDict()
+        self._memory_ops: list[MemoryOp | BlockCopy] | None = [] if codecs else None
+        # Blocks that are not free.
+        self._num_by_level = [0] * len(self.sizes)
+        self.num_used = 0
+        """Units that blocks take."""
         self.num_evictable = 0
         """Cached blocks without references."""
+        self.num_evictable_units = 0
+        """Units that they take."""
         self.num_reserved = 0
         """Blocks promised to leases and not allocated yet."""
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether blocks can change their size."""
+        return self._memory_ops is not None
 
     @property
     def free_blocks(self) -> Sequence[Block]:
@@ -61,23 +109,45 @@ class BlockPool:
         return list(chain.from_iterable(self.partitions))
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks of the first size that the capacity holds."""
+        return self.capacity // self.sizes[0]
+
+    @property
     def num_free(self) -> int:
-        """Blocks that hold nothing."""
-        return len(self._free)
+        """Blocks that could be allocated without giving up another one."""
+        return (self.capacity - self.num_used) // self.sizes[0]
+
+    @property
+    def num_held(self) -> int:
+        """Blocks with references."""
+        return len(self.blocks) - len(self._free) - self.num_evictable
+
+    @property
+    def num_available_units(self) -> int:
+        """Units that can be promised to someone."""
+        num_unheld = self.capacity - self.num_used + self.num_evictable_units
+        return num_unheld - self.num_reserved * self.sizes[0]
 
     @property
     def num_available(self) -> int:
         """Blocks that can be promised to someone."""
-        return len(self._free) + self.num_evictable - self.num_reserved
+        return self.num_available_units // self.sizes[0]
 
     def allocate(self, tenant: str) -> Block:
-        """Take a free block and hold it. There must be one."""
+        """Take a free block and hold it. There must be room for one (``num_free``)."""
         block = self._free.pop()
         block.ref_count = 1
+        block.level = 0
+        block.size = self.sizes[0]
+        self._num_by_level[0] += 1
+        self.num_used += block.size
         partition = block.partition = self.partitions.of(tenant)
-        partition.num_used += 1
+        partition.num_used += block.size
         if not self._is_single:
             self.partitions.rank(block.partition)
+        if self._memory_ops is not None:
+            self._memory_ops.append(MemoryOp("allocate", block.block_id, self._codecs[0]))
         return block
 
     def hold(self, block: Block) -> None:
@@ -103,6 +173,9 @@ class BlockPool:
         else:
             block.partition.strategy.append(block)
         self.num_evictable += 1
+        self.num_evictable_units += block.size
+        if self._memory_ops is not None and self._may_demote(block.node):
+            self._demotable[block] = None
         if not self._is_single:
             self.partitions.rank(block.partition)
 
@@ -113,6 +186,8 @@ class BlockPool:
             retained.move_to_end(block)
         else:
             block.partition.strategy.touch(block)
+        if block in self._demotable:
+            self._demotable.move_to_end(block)
 
     def withdraw(self, block: Block) -> None:
         """Take an evictable block out of its queue; the caller holds it, keeps it again or frees it."""
@@ -121,21 +196,79 @@ class BlockPool:
             del partition.retained[block]
         else:
             partition.strategy.remove(block)
-        self.num_evictable -= 1
-        if not self._is_single:
-            self.partitions.rank(block.partition)
+        self._unqueue(block)
 
     def evict(self) -> Block:
         """Take out of its queue the block that is to go; the caller frees it. There must be one."""
         block = self.partitions.next_to_evict_from().evict()
-        self.num_evictable -= 1
-        if not self._is_single:
-            self.partitions.rank(block.partition)
+        self._unqueue(block)
         return block
 
     def free(self, block: Block) -> None:
         """Make a block with no reference, and out of the queue, free."""
         self._free.append(block)
-        block.partition.num_used -= 1
+        self.num_used -= block.size
+        self._num_by_level[block.level] -= 1
+        block.partition.num_used -= block.size
+        if not self._is_single:
+            self.partitions.rank(block.partition)
+        if self._memory_ops is not None:
+            self._memory_ops.append(MemoryOp("free", block.block_id, ""))
+
+    # --- several codecs
+
+    def coldest_demotable(self) -> Block | None:
+        """Return the evictable block of the first size that was used least recently; None: there is none."""
+        return next(iter(self._demotable), None)
+
+    def demote(self, block: Block, level: int) -> None:
+        """Give a full, allocated block a smaller size."""
+        assert self._memory_ops is not None
+        assert level > block.level
+        gain = block.size - self.sizes[level]
+        self._num_by_level[block.level] -= 1
+        self._num_by_level[level] += 1
+        block.size -= gain
+        block.level = level
+        self.num_used -= gain
+        block.partition.num_used -= gain
+        if block.ref_count == 0:
+            self.num_evictable_units -= gain
+            self._demotable.pop(block, None)
+        if not self._is_single:
+            self.partitions.rank(block.partition)
+        self._memory_ops.append(MemoryOp("demote", block.block_id, self._codecs[level]))
+
+    def note_copy(self, copy: BlockCopy) -> None:
+        """Note a copy in its place among what happens to memory, where that is noted."""
+        if self._memory_ops is not None:
+            self._memory_ops.append(copy)
+
+    def take_memory_ops(self) -> tuple[MemoryOp | BlockCopy, ...]:
+        """Return what has happened to memory since this was last asked, in order; nothing where there is one codec."""
+        if not self._memory_ops:
+            return ()
+        memory_ops, self._memory_ops = tuple(self._memory_ops), []
+        return memory_ops
+
+    def usage(self) -> dict[str, tuple[int, int]]:
+        """Return, by codec, the blocks that are not free and the units that they take; codecs in falling size."""
+        return {
+            codec: (count, count * size)
+            for codec, count, size in zip(self._codecs, self._num_by_level, self.sizes, strict=True)
+        }
+
+    def _may_demote(self, node: Node) -> bool:
+        assert node.parent is not None
+        is_first = node.parent.parent is None
+        return (
+            node.block.level == 0 and not node.is_partial and (self._demotes_first or not is_first)
+        )
+
+    def _unqueue(self, block: Block) -> None:
+        self.num_evictable -= 1
+        self.num_evictable_units -= block.size
+        if self._demotable:
+            self._demotable.pop(block, None)
         if not self._is_single:
             self.partitions.rank(block.partition)

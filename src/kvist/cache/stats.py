@@ -33,6 +33,8 @@ class Counters:
     num_superseded_blocks: int = 0
     num_evictions: int = 0
     num_reset_blocks: int = 0
+    num_demotions_by_age: int = 0
+    num_demotions_for_room: int = 0
     num_expired_pins: int = 0
     num_expired_blocks: int = 0
     num_verification_failures: int = 0
@@ -53,11 +55,12 @@ class CacheStats:
     """
 
     num_blocks: int
-    """Blocks in the pool: num_free + num_evictable + num_held."""
+    """Blocks in the pool: num_free + num_evictable + num_held. Where blocks can change their codec, new blocks that
+    the whole memory could hold; that law then holds for bytes."""
     block_size: int
     """Tokens per block."""
     num_free: int
-    """Blocks that hold nothing."""
+    """Blocks that could be allocated without giving up another one."""
     num_evictable: int
     """Cached blocks that nobody holds."""
     num_held: int
@@ -88,10 +91,18 @@ class CacheStats:
     """Cached blocks dropped to allocate their memory."""
     num_reset_blocks: int
     """Cached blocks dropped by reset; not in num_evictions."""
+    num_demotions_by_age: int
+    """Times a block was made smaller because no running request had it among its recent ones any more."""
+    num_demotions_for_room: int
+    """Times a cached block that nobody used was made smaller instead of evicting one."""
     num_expired_pins: int
     """Pins whose TTL ended before they were given up."""
     num_expired_blocks: int
     """Subset of num_evictions: those whose TTL or pin had ended by its time before."""
+    blocks_by_codec: Mapping[str, int]
+    """Blocks that are not free; empty where there is one codec."""
+    bytes_by_codec: Mapping[str, int]
+    """Bytes that they take; empty where there is one codec."""
     num_verification_failures: int
     """Identities that matched while the tokens did not, at lookup or commit. Never used."""
     num_ghosts: int

@@ -472,9 +472,11 @@ class Scheduler:
 
     def _hand_out(self, step: Step, started_ns: int) -> StepPlan:
         requests = tuple(step.num_scheduled)
+        memory_ops = self._manager.take_memory_ops()
         plan = StepPlan(
             step_index=self._num_steps,
-            copies=tuple(step.copies),
+            copies=() if memory_ops else tuple(step.copies),
+            memory_ops=memory_ops,
             sequences=tuple(self._sequence(r, n) for r, n in step.num_scheduled.items()),
         )
         for request, sequence in zip(requests, plan.sequences, strict=True):

@@ -1,0 +1,113 @@
+"""In which codec a block is kept, by its age: what ``--kv-precision`` says, and what a block of each codec takes.
+
+Responsible for the rule and its written form. Knows neither blocks nor bytes of K and V: the cache manager applies the
+rule, the arena encodes.
+
+Invariants:
+    1. A rule never makes a block larger as it grows older: its codecs are in the order of ``LADDER``.
+    2. New tokens are written in the first codec of the ladder: the youngest window is kept in it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvist.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+LADDER = ("raw16", "int8")
+"""Codecs that a block can pass through, from the largest to the smallest."""
+MIXED = "sink=raw16,recent:256=raw16,rest=int8"
+"""What ``--kv-cache-dtype mixed`` stands for."""
+
+_WINDOW = re.compile(r"recent:([0-9]{1,9})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVPrecision:
+    """Codecs by age. The age of a block is how many tokens of a sequence come after its last one."""
+
+    sink: str
+    """Of the first block of a sequence, whatever its age: queries look at the first tokens more than at any others."""
+    windows: tuple[tuple[int, str], ...]
+    """(tokens, codec), ascending: a block that has a token among the last so many of a running sequence."""
+    rest: str
+    """Of older blocks."""
+
+    def __post_init__(self) -> None:
+        lengths = [num_tokens for num_tokens, _ in self.windows]
+        codecs = [codec for _, codec in self.windows] + [self.rest]
+        unknown = sorted({self.sink, *codecs} - set(LADDER))
+        if unknown:
+            raise ConfigError(
+                f"[precision] codecs that blocks can change to are {', '.join(LADDER)}, received {unknown[0]!r}; "
+                "change --kv-precision"
+            )
+        if not lengths or lengths != sorted(set(lengths)) or lengths[0] < 1:
+            raise ConfigError(
+                f"[precision] expected one window or more, each longer than the one before, received {self}; "
+                "change --kv-precision"
+            )
+        levels = [LADDER.index(codec) for codec in codecs]
+        if levels[0] != 0 or levels != sorted(levels):
+            raise ConfigError(
+                f"[precision] the youngest window must be {LADDER[0]}, in which tokens are written, and no window may "
+                f"be kept in a larger codec than a younger one, received {self}; change --kv-precision"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> KVPrecision:
+        """Read ``sink=CODEC,recent:TOKENS=CODEC,...,rest=CODEC``; ``sink`` may be left out: it is then as all others.
+
+        Raises:
+            ConfigError: It is not written like that, or the rule is not one.
+        """
+        sink: str | None = None
+        rest: str | None = None
+        windows: list[tuple[int, str]] = []
+        for part in text.replace(" ", "").split(","):
+            name, _, codec = part.partition("=")
+            window = _WINDOW.fullmatch(name)
+            if window is not None:
+                windows.append((int(window[1]), codec))
+            elif name == "sink" and sink is None:
+                sink = codec
+            elif name == "rest" and rest is None:
+                rest = codec
+            else:
+                raise ConfigError(
+                    f"[precision] expected 'sink=CODEC,recent:TOKENS=CODEC,...,rest=CODEC', received {part!r} in "
+                    f"{text!r}; change --kv-precision"
+                )
+        if rest is None:
+            raise ConfigError(
+                f"[precision] expected a codec for the rest, as in '{MIXED}', received {text!r}; change --kv-precision"
+            )
+        return cls(sink=sink or rest, windows=tuple(windows), rest=rest)
+
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        """Codecs that a block may come to be in, from the largest to the smallest."""
+        used = {self.sink, self.rest, *(codec for _, codec in self.windows)}
+        return tuple(codec for codec in LADDER if codec in used)
+
+    def __str__(self) -> str:
+        windows = [f"recent:{num_tokens}={codec}" for num_tokens, codec in self.windows]
+        return ",".join([f"sink={self.sink}", *windows, f"rest={self.rest}"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVBudget:
+    """Memory for blocks of several codecs, and the rule by which they change."""
+
+    num_bytes: int
+    """What all blocks together may take."""
+    block_bytes: Mapping[str, int]
+    """Of one block, by codec; those of ``precision.codecs`` at least."""
+    precision: KVPrecision
+    demote_before_evict: bool = True
+    """Whether cached blocks that nobody uses are made smaller before any is evicted."""
