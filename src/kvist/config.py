@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvist.errors import ConfigError
+from kvist.precision import MIXED
 from kvist.spec import CODEC_BITS, DTYPE_BYTES, WEIGHT_BITS
 from kvist.typecheck import mismatch
 
@@ -74,7 +75,21 @@ class CacheConfig:
         None, "memory for KV blocks in GiB; default: a fraction of what is free"
     )
     block_size: int = option(64, "tokens per block")
-    kv_cache_dtype: str = option("auto", "codec of KV blocks", choices=("auto", *CODEC_BITS))
+    kv_cache_dtype: str = option(
+        "auto",
+        f"codec of KV blocks; mixed: by their age, as --kv-precision {MIXED}",
+        choices=("auto", *CODEC_BITS, "mixed"),
+    )
+    kv_precision: str | None = option(
+        None,
+        "codec of KV blocks by age: sink=CODEC,recent:TOKENS=CODEC,...,rest=CODEC; implies --kv-cache-dtype mixed",
+    )
+    demote_before_evict: str = option(
+        "auto",
+        "make cached blocks that nobody uses smaller before any is evicted; auto: where --kv-precision allows less "
+        "than raw16",
+        choices=("auto", "on", "off"),
+    )
     prefix_cache: str = option("on", "reuse the blocks of equal prefixes", choices=("on", "off"))
     explain_blocks: int = option(
         32768, "blocks remembered after they left the cache, so that misses can be explained"

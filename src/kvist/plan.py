@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvist.errors import ConfigError
 from kvist.kernels import native
 from kvist.model.spec_readers import read_spec
+from kvist.precision import MIXED, KVPrecision
 from kvist.spec import (
     DTYPE_BYTES,
     GIB,
@@ -25,9 +26,10 @@ from kvist.spec import (
     native_weight_bytes,
     why_not_native,
 )
+from kvist.storage.slab_layout import slab_layout
 
 if TYPE_CHECKING:
-    from kvist.config import EngineConfig, ModelConfig
+    from kvist.config import CacheConfig, EngineConfig, ModelConfig
 
 __all__ = [
     "EnginePlan",
@@ -112,13 +114,17 @@ class EnginePlan:
     dtype: str
     """Precision of activations, a key of ``spec.DTYPE_BYTES``; float32 on the native plane."""
     codec: str
-    """Format of KV blocks: a key of ``spec.CODEC_BITS``."""
+    """Format in which K and V are written: a key of ``spec.CODEC_BITS``."""
+    precision: str
+    """Format of blocks by age, as ``--kv-precision``; empty: all blocks keep ``codec``."""
+    demote_before_evict: bool
+    """Whether cached blocks that nobody uses are made smaller before any is evicted."""
     block_size: int
     """Tokens per block."""
     num_blocks: int
-    """Blocks in the pool."""
+    """Blocks of ``codec`` that the pool holds."""
     kv_bytes: int
-    """Bytes of the whole pool: num_blocks times the block's bytes."""
+    """Bytes of the whole pool. With one codec num_blocks times the block's bytes, else a little more."""
     weight_bytes: int
     """Bytes of the weights, as ``WeightFormat.num_bytes`` counts them."""
     weight_cache: bool
@@ -165,7 +171,8 @@ class EnginePlan:
             f"weight_memory={self.weight_bytes / GIB:.2f}GiB",
             f"weight_cache={'on' if self.weight_cache else 'off'}",
             f"dtype={self.dtype}",
-            f"kv={self.codec}",
+            f"kv={self.precision or self.codec}",
+            f"demote_before_evict={'on' if self.demote_before_evict else 'off'}",
             f"kv_memory={self.kv_bytes / GIB:.2f}GiB",
             f"blocks={self.num_blocks}x{self.block_size}",
             f"max_context={self.max_context_len}",
@@ -233,11 +240,19 @@ def resolve(config: EngineConfig, spec: ModelSpec, hardware: Hardware) -> Engine
     Raises:
         ConfigError: The request for a context, a memory size or a model cannot be met; the message has the numbers.
     """
+    precision = _precision(config.cache)
     kv_spec = _kv_spec(spec, config.cache.kv_cache_dtype, config.cache.block_size)
     weights = weight_format(config.model, spec, kv_spec.codec, hardware)
+    if precision is not None and weights.plane != "native":
+        raise ConfigError(
+            "[plan] blocks of several codecs need the native kernels, received --kv-precision "
+            f"{precision} with weights on {weights.plane} "
+            f"({hardware.why_no_isa or why_not_native(spec) or 'by --dtype or for this CPU'}); "
+            "set --kv-cache-dtype raw16 and leave out --kv-precision"
+        )
     weight_bytes = weights.num_bytes(spec)
     context = _requested_context(config, spec)
-    num_blocks = _num_blocks(config, kv_spec, context, weight_bytes, hardware)
+    num_blocks, kv_bytes = _num_blocks(config, kv_spec, precision, context, weight_bytes, hardware)
     max_context_len, notes = _fit_context(config, kv_spec, context, num_blocks)
     if weights.plane == "torch" and config.model.dtype == "auto":
         reason = hardware.why_no_isa or why_not_native(spec)
@@ -255,9 +270,11 @@ def resolve(config: EngineConfig, spec: ModelSpec, hardware: Hardware) -> Engine
         weights=weights.kind,
         dtype=weights.dtype,
         codec=kv_spec.codec,
+        precision=str(precision or ""),
+        demote_before_evict=precision is not None and config.cache.demote_before_evict != "off",
         block_size=kv_spec.block_size,
         num_blocks=num_blocks,
-        kv_bytes=num_blocks * kv_spec.block_bytes,
+        kv_bytes=kv_bytes,
         weight_bytes=weight_bytes,
         weight_cache=weights.plane == "native" and config.model.weight_cache == "on",
         max_context_len=max_context_len,
@@ -384,13 +401,36 @@ def kv_spec_of(plan: EnginePlan, spec: ModelSpec) -> KVSpec:
     return _kv_spec(spec, plan.codec, plan.block_size)
 
 
+def block_bytes_by_codec(kv_spec: KVSpec, precision: KVPrecision) -> dict[str, int]:
+    """Return the bytes of a block in each codec that it may come to be in."""
+    return {codec: replace(kv_spec, codec=codec).block_bytes for codec in precision.codecs}
+
+
+def _precision(cache: CacheConfig) -> KVPrecision | None:
+    """Return the rule by which blocks change their codec; None: they do not."""
+    text = cache.kv_precision
+    if text is None and cache.kv_cache_dtype != "mixed":
+        if cache.demote_before_evict == "on":
+            raise ConfigError(
+                "[plan] --demote-before-evict on needs a smaller codec to demote blocks to; "
+                "set --kv-cache-dtype mixed or --kv-precision"
+            )
+        return None
+    if text is not None and cache.kv_cache_dtype not in {"auto", "mixed"}:
+        raise ConfigError(
+            f"[plan] --kv-cache-dtype {cache.kv_cache_dtype} keeps all blocks in one codec and --kv-precision {text} "
+            "does not; give one of them"
+        )
+    return KVPrecision.parse(MIXED if text is None else text)
+
+
 def _kv_spec(spec: ModelSpec, codec: str, block_size: int) -> KVSpec:
     return KVSpec(
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         block_size=block_size,
-        codec="raw16" if codec == "auto" else codec,
+        codec="raw16" if codec in {"auto", "mixed"} else codec,
     )
 
 
@@ -407,13 +447,19 @@ def _requested_context(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 def _num_blocks(
-    config: EngineConfig, kv_spec: KVSpec, context: int, weight_bytes: int, hardware: Hardware
-) -> int:
+    config: EngineConfig,
+    kv_spec: KVSpec,
+    precision: KVPrecision | None,
+    context: int,
+    weight_bytes: int,
+    hardware: Hardware,
+) -> tuple[int, int]:
+    """Return the blocks of the pool, as they are written, and its bytes."""
     left = hardware.available_bytes - weight_bytes
     minimum = min(MIN_REQUEST_BLOCKS, kv_spec.num_blocks_for(context))
     if config.cache.memory_gib is None:
         most = config.scheduler.max_running * kv_spec.num_blocks_for(context)
-        num_blocks = min(int(max(0, left) * KV_MEMORY_FRACTION) // kv_spec.block_bytes, most)
+        num_bytes = min(int(max(0, left) * KV_MEMORY_FRACTION), most * kv_spec.block_bytes)
         advice = "free memory, use a smaller model, or set --memory-gib"
     else:
         budget = int(config.cache.memory_gib * GIB)
@@ -423,8 +469,14 @@ def _num_blocks(
                 f"{weight_bytes:,}, and {hardware.available_bytes:,} are available; lower it to at most "
                 f"{max(0, left) / GIB:.2f}"
             )
-        num_blocks = budget // kv_spec.block_bytes
+        num_bytes = budget
         advice = "raise --memory-gib"
+    if precision is None:
+        num_blocks = num_bytes // kv_spec.block_bytes
+        num_bytes = num_blocks * kv_spec.block_bytes
+    else:
+        layout = slab_layout(block_bytes_by_codec(kv_spec, precision), num_bytes)
+        num_blocks, num_bytes = layout.budget_bytes // kv_spec.block_bytes, layout.num_bytes
     if num_blocks - num_pinnable(num_blocks, config.cache.pin_fraction) < minimum:
         raise ConfigError(
             f"[plan] not even one small request fits: {minimum} blocks of {kv_spec.block_bytes:,} bytes "
@@ -432,7 +484,7 @@ def _num_blocks(
             f"{hardware.available_bytes:,} bytes available, --pin-fraction {config.cache.pin_fraction:g}); {advice}, "
             f"or lower --block-size"
         )
-    return num_blocks
+    return num_blocks, num_bytes
 
 
 def _fit_context(

@@ -26,11 +26,13 @@ from kvist.model.loader import load_decoder
 from kvist.model.native_decoder import NativeDecoder
 from kvist.model.native_loader import load_native_decoder
 from kvist.model.tokenizer import load_tokenizer
+from kvist.precision import KVBudget, KVPrecision
 from kvist.runner.native_runner import NativeRunner
 from kvist.runner.runner import ModelRunner
 from kvist.sched import policy
 from kvist.sched.scheduler import Scheduler
 from kvist.storage.arena import BlockArena
+from kvist.storage.slabs import SlabArena
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -113,9 +115,10 @@ def assemble(
     Side effects: allocates the KV memory. The key of the cache's hashes is new and secret each time.
     """
     # First, so that memory that is not there is refused before there is an object for each block of it.
-    arena = BlockArena(planning.kv_spec_of(plan, decoder.spec), plan.num_blocks)
+    arena = _make_arena(plan, decoder)
     manager = CacheManager(
         num_blocks=plan.num_blocks,
+        budget=_budget(plan, arena),
         block_size=plan.block_size,
         hasher=BlockHasher(secrets.token_bytes(KEY_BYTES)),
         prefix_cache=plan.prefix_cache,
@@ -137,7 +140,8 @@ def assemble(
     )
     return EngineCore(
         namespace=Namespace(
-            model=fingerprint, layout=f"{plan.plane}/{plan.weights}/{plan.dtype}/{plan.codec}"
+            model=fingerprint,
+            layout=f"{plan.plane}/{plan.weights}/{plan.dtype}/{plan.precision or plan.codec}",
         ),
         manager=manager,
         scheduler=scheduler,
@@ -146,10 +150,34 @@ def assemble(
     )
 
 
-def make_runner(decoder: Decoder | NativeDecoder, arena: BlockArena) -> Runner:
+def _make_arena(plan: EnginePlan, decoder: Decoder | NativeDecoder) -> BlockArena | SlabArena:
+    """Allocate the memory of all blocks."""
+    kv_spec = planning.kv_spec_of(plan, decoder.spec)
+    if not plan.precision:
+        return BlockArena(kv_spec, plan.num_blocks)
+    assert isinstance(decoder, NativeDecoder), "a plan with several codecs is native"
+    codecs = KVPrecision.parse(plan.precision).codecs
+    return SlabArena(kv_spec, codecs, plan.kv_bytes, decoder.pool)
+
+
+def _budget(plan: EnginePlan, arena: BlockArena | SlabArena) -> KVBudget | None:
+    """Return what the cache may fill where blocks have several codecs."""
+    if isinstance(arena, BlockArena):
+        return None
+    precision = KVPrecision.parse(plan.precision)
+    return KVBudget(
+        num_bytes=arena.budget_bytes,
+        block_bytes={codec: arena.block_bytes(codec) for codec in precision.codecs},
+        precision=precision,
+        demote_before_evict=plan.demote_before_evict,
+    )
+
+
+def make_runner(decoder: Decoder | NativeDecoder, arena: BlockArena | SlabArena) -> Runner:
     """Return the runner of the decoder's plane."""
     if isinstance(decoder, NativeDecoder):
         return NativeRunner(decoder, arena)
+    assert isinstance(arena, BlockArena), "blocks of several codecs are native"
     return ModelRunner(decoder, arena)
 
 

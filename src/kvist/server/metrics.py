@@ -155,6 +155,19 @@ def _blocks(cache: CacheStats, codec: str) -> Iterator[Metric]:
     for state, count in states.items():
         blocks.add_metric((state, codec), count)
     yield blocks
+    if cache.bytes_by_codec:
+        by_codec = GaugeMetricFamily(
+            "kvist_kv_bytes", "Bytes of blocks that hold something, by codec.", labels=("codec",)
+        )
+        for name, num_bytes in cache.bytes_by_codec.items():
+            by_codec.add_metric((name,), num_bytes)
+        yield by_codec
+        yield _by(
+            "kvist_demoted_blocks",
+            "Times a block was encoded in a smaller codec, by cause.",
+            "cause",
+            {"age": cache.num_demotions_by_age, "room": cache.num_demotions_for_room},
+        )
     yield _gauge("kvist_block_size_tokens", "Tokens in a block.", cache.block_size)
     yield _gauge("kvist_pinned_blocks", "Held blocks that pins hold.", cache.num_pinned)
     yield _gauge("kvist_reserved_blocks", "Blocks promised to sequences.", cache.num_reserved)
