@@ -431,3 +431,43 @@ def test_real_header(smollm2_path):
 def test_planning_loads_no_tensor_library():
     code = "import sys, kvist.plan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_blocks_of_several_codecs_are_planned_in_bytes() -> None:
+    plan = plan_of(hardware=NATIVE_MACHINE, kv_cache_dtype="mixed", memory_gib=0.25)
+    assert plan.precision == "sink=raw16,recent:256=raw16,rest=int8"
+    assert (plan.codec, plan.demote_before_evict) == ("raw16", True)
+    assert plan.kv_bytes <= GIB // 4
+    # What the arena keeps back for moving blocks, and the ends of slabs, are no blocks.
+    assert 0.95 * GIB / 4 / BLOCK_BYTES < plan.num_blocks <= GIB / 4 / BLOCK_BYTES
+    assert "kv=sink=raw16,recent:256=raw16,rest=int8" in plan.one_line()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"kv_precision": "rest=int8"}, "--kv-precision"),
+        (
+            {"kv_precision": "recent:8=raw16,rest=int8", "kv_cache_dtype": "int8"},
+            "--kv-cache-dtype int8",
+        ),
+        ({"demote_before_evict": "on"}, "--demote-before-evict"),
+        ({"kv_cache_dtype": "mixed", "dtype": "float32"}, "--kv-precision"),
+    ],
+)
+def test_precisions_that_cannot_be_are_refused_by_name(
+    options: dict[str, object], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        plan_of(hardware=NATIVE_MACHINE, **options)
+
+
+def test_blocks_of_several_codecs_need_native_kernels() -> None:
+    with pytest.raises(ConfigError, match="native kernels"):
+        plan_of(hardware=BARE_MACHINE, kv_cache_dtype="mixed")
+
+
+def test_demotion_for_room_can_be_left_out() -> None:
+    options = {"kv_cache_dtype": "mixed", "demote_before_evict": "off"}
+    assert not plan_of(hardware=NATIVE_MACHINE, **options).demote_before_evict
+    assert not plan_of(hardware=NATIVE_MACHINE).demote_before_evict
