@@ -87,7 +87,8 @@ class NativeDecoder:
             raise ModelLoadError(f"[decoder] {reason}")
         self.spec = spec
         self._weights = weights
-        self._pool = pool
+        self.pool = pool
+        """The threads that compute."""
         self._logits = np.empty((1, spec.vocab_size), np.float32)
         self._model = native.extension().Model(
             shape={
@@ -137,7 +138,7 @@ class NativeDecoder:
         if num_logits > len(self._logits):
             self._logits = np.empty((num_logits, self.spec.vocab_size), np.float32)
         best_logits, best_ids, damaged_rows = self._model.step(
-            self._pool,
+            self.pool,
             arena.slab.numpy(),
             arena.kv_spec.codec,
             arena.kv_spec.block_size,
