@@ -115,9 +115,9 @@ class EnginePlan:
     """Precision of activations, a key of ``spec.DTYPE_BYTES``; float32 on the native plane."""
     codec: str
     """Format in which K and V are written: a key of ``spec.CODEC_BITS``."""
-    precision: str
+    precision: str = ""
     """Format of blocks by age, as ``--kv-precision``; empty: all blocks keep ``codec``."""
-    demote_before_evict: bool
+    demote_before_evict: bool = False
     """Whether cached blocks that nobody uses are made smaller before any is evicted."""
     block_size: int
     """Tokens per block."""

@@ -1,0 +1,147 @@
+"""A whole engine whose blocks change their codec: the memory that is counted is the memory that is there.
+
+On a tiny random model with native kernels. Answers of a lossy cache depend on what was demoted when, so they are not
+compared token by token with an unshared run; that the kernels read what was encoded is tested below the engine.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from tests.support.tiny_engine import Session, make_core, request
+from tests.support.tiny_models import TINY_MODELS, build_reference, random_prompt, save
+
+from kvist.kernels import native
+from kvist.model.loader import iterate_tensors
+from kvist.model.native_decoder import NativeDecoder, pack_weights
+from kvist.model.spec_readers import read_spec
+from kvist.spec import KVSpec
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="the native kernels were not built")
+
+RULE = "sink=raw16,recent:16=raw16,rest=int8"
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory) -> NativeDecoder:
+    model = next(model for model in TINY_MODELS if model.name == "llama-gqa")
+    path = save(build_reference(model), tmp_path_factory.mktemp("tiny"))
+    spec = read_spec(path)
+    pool = native.extension().Pool(1)
+    return NativeDecoder(spec, pack_weights(spec, iterate_tensors(path, spec), "bf16", pool), pool)
+
+
+def block_bytes(decoder: NativeDecoder, codec: str) -> int:
+    spec = decoder.spec
+    return KVSpec(
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        block_size=8,
+        codec=codec,
+    ).block_bytes
+
+
+def mixed_core(decoder: NativeDecoder, num_blocks: int, rule: str = RULE, **changes):
+    plan = {
+        "plane": "native",
+        "weights": "bf16",
+        "codec": "raw16",
+        "num_blocks": num_blocks,
+        "kv_bytes": num_blocks * block_bytes(decoder, "raw16"),
+        "precision": rule,
+        "demote_before_evict": True,
+        **changes,
+    }
+    return make_core(decoder, **plan)
+
+
+class MixedSession(Session):
+    """Checks after each step that the arena has what the cache counts."""
+
+    def step(self) -> None:
+        super().step()
+        manager, arena = self.core._manager, self.core._runner._arena
+        # What was freed or demoted since the plan is done before the next one is computed.
+        arena.apply(manager.take_memory_ops())
+        stats = manager.stats()
+        assert dict(arena.stats().num_blocks) == dict(stats.blocks_by_codec)
+        assert dict(arena.stats().block_bytes) == dict(stats.bytes_by_codec)
+        assert sum(stats.bytes_by_codec.values()) <= arena.budget_bytes
+        for block in manager._pool.blocks:
+            is_free = block.ref_count == 0 and block.node is None
+            assert is_free or arena.codec_of(block.block_id) == ("raw16", "int8")[block.level]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_memory_counted_is_memory_there_is(decoder, seed):
+    """Random requests with common prefixes in a pool far too small, with preemption and aborts."""
+    draw = random.Random(seed)
+    core = mixed_core(decoder, 48, max_running=6, max_batch_tokens=48)
+    session = MixedSession(core)
+    prefixes = [random_prompt(draw.randint(20, 70), seed=100 + i) for i in range(4)]
+    num_added = 0
+    while num_added < 40 or core.has_work:
+        if num_added < 40 and draw.random() < 0.4:
+            prompt = draw.choice(prefixes) + random_prompt(draw.randint(1, 40), seed=num_added)
+            sampling = {"temperature": 0.8, "seed": num_added, "ignore_eos": True}
+            session.add(
+                [request(f"r{num_added}", prompt, max_tokens=draw.randint(1, 50), **sampling)]
+            )
+            num_added += 1
+        if draw.random() < 0.05 and num_added:
+            session.abort(f"r{draw.randrange(num_added)}")
+        session.step()
+    core.check_invariants()
+    stats = core._manager.stats()
+    assert stats.num_demotions_by_age > 50
+    assert stats.num_demotions_for_room > 20
+    assert stats.num_evictions > 20
+    assert stats.num_hit_tokens > 500
+    assert stats.num_partial_copies > 5
+
+
+def test_answers_stay_near_those_of_raw_blocks(decoder):
+    prompt = random_prompt(150, seed=5)
+    params = {"temperature": 0.0, "max_tokens": 30, "ignore_eos": True}
+    raw = mixed_core(decoder, 64, "recent:4096=raw16,rest=int8")
+    mixed = mixed_core(decoder, 64)
+    [expected] = Session(raw).run([request("a", prompt, **params)]).values()
+    [received] = MixedSession(mixed).run([request("a", prompt, **params)]).values()
+    assert mixed._manager.stats().num_demotions_by_age > 15
+    assert raw._manager.stats().num_demotions_by_age == 0
+    # A random model has near ties; from the first of them on, the two go different ways.
+    agreement = sum(a == b for a, b in zip(expected.token_ids, received.token_ids, strict=True))
+    assert agreement >= 8
+
+
+def test_more_is_cached_in_the_same_memory(decoder):
+    """The tokens that a full cache holds, against one that keeps 16 bits."""
+
+    def cached_blocks(core) -> int:
+        for number in range(20):
+            Session(core).run([request(f"r{number}", random_prompt(33, seed=number))])
+        return core._manager.stats().num_evictable
+
+    small = cached_blocks(mixed_core(decoder, 32, "recent:8=raw16,rest=int8"))
+    large = cached_blocks(
+        mixed_core(decoder, 32, "recent:4096=raw16,rest=int8", demote_before_evict=False)
+    )
+    ratio = block_bytes(decoder, "raw16") / block_bytes(decoder, "int8")
+    assert large <= 32
+    assert small > 0.9 * ratio * large
+
+
+def test_hits_are_used_whatever_their_codec(decoder):
+    prompt = random_prompt(100, seed=9)
+    core = mixed_core(decoder, 64)
+    params = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
+    MixedSession(core).run([request("a", prompt, **params)])
+    again = MixedSession(core).run([request("b", prompt, **params)])
+    [answer] = again.values()
+    assert answer.num_cached_tokens == 99
+    # A copy out of a small block: decoded into one that can be written.
+    head = [*prompt[:44], 1, 2, 3]
+    [answer] = MixedSession(core).run([request("c", head, **params)]).values()
+    assert answer.num_cached_tokens == 44
