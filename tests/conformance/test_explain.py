@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from dataclasses import dataclass, field
@@ -14,13 +13,15 @@ from openai.types.responses import response as openai_response
 from pydantic import TypeAdapter
 from tests.support.asgi import JSON_HEADERS, events, request
 from tests.support.cache import make_manager
+from tests.support.chat_templates import CHATML_TOOLS
 from tests.support.engine_fakes import ByteTokenizer, make_parts
 
 from kvist.cache.namespaces import Namespace
 from kvist.config import ServerConfig
+from kvist.model.chat_template import ChatTemplate
 from kvist.model.tokenizer import load_tokenizer
 from kvist.server.app import create_app
-from kvist.server.explanation import History, explain_prompt
+from kvist.server.explanation import History, anthropic_diagnostics, explain_prompt
 from kvist.server.prompts import Prompt, encode_messages
 from kvist.server.protocol import ChatMessage
 from kvist.types import MissReason, Usage
@@ -47,9 +48,16 @@ WORDS = (
     "salt",
 )
 TOOLS = [
-    {"name": name, "parameters": {"type": "object", "properties": {name[0]: {"type": "string"}}}}
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {"type": "object", "properties": {name[0]: {"type": "string"}}},
+        },
+    }
     for name in ("search", "weather", "calendar", "translate")
 ]
+Tools = list[dict[str, object]]
 
 
 def sentence(chance: random.Random, num_words: int) -> str:
@@ -85,6 +93,8 @@ class Change:
     """Of the second request."""
     between: list[Turns] = field(default_factory=list)
     """Prompts that sweep the cache."""
+    tools: tuple[Tools | None, Tools | None] = (None, None)
+    """Of the two requests."""
 
 
 def nonce(chance: random.Random) -> Change:
@@ -101,23 +111,19 @@ def date(chance: random.Random) -> Change:
     return Change(edited(turns, 0, both[0]), edited(turns, 0, both[1]), "system")
 
 
-def with_tools(turns: Turns, tools: list[dict[str, object]]) -> Turns:
-    return edited(turns, 0, f"Tools:\n{json.dumps(tools)}\n{turns[0]['content']}")
-
-
 def tool_reordered(chance: random.Random) -> Change:
     first, second = chance.sample(range(len(TOOLS)), 2)
     tools = list(TOOLS)
     tools[first], tools[second] = tools[second], tools[first]
     turns = conversation(chance, "")
-    return Change(with_tools(turns, TOOLS), with_tools(turns, tools), "system")
+    return Change(turns, turns, "tools", tools=(TOOLS, tools))
 
 
 def tool_added(chance: random.Random) -> Change:
     place = chance.randrange(len(TOOLS))
     turns = conversation(chance, "")
     fewer = [*TOOLS[:place], *TOOLS[place + 1 :]]
-    return Change(with_tools(turns, fewer), with_tools(turns, TOOLS), "system")
+    return Change(turns, turns, "tools", tools=(chance.choice((fewer, None)), TOOLS))
 
 
 def message_edited(chance: random.Random) -> Change:
@@ -183,7 +189,10 @@ KINDS: tuple[Callable[[random.Random], Change], ...] = (
 def tokenizer(request):
     if request.param == "bytes":
         return ByteTokenizer()
-    return load_tokenizer(request.getfixturevalue("smollm2_path"))
+    tokenizer = load_tokenizer(request.getfixturevalue("smollm2_path"))
+    # SmolLM2's own template has no place for tools; otherwise this one writes what that does.
+    tokenizer.chat_template = ChatTemplate(CHATML_TOOLS, {})
+    return tokenizer
 
 
 @pytest.mark.parametrize("variant", range(NUM_VARIANTS))
@@ -192,7 +201,8 @@ def test_a_scripted_change_has_the_right_reason_part_and_first_differing_token(
     tokenizer, kind, variant
 ):
     change = kind(random.Random(f"{kind.__name__} {variant}"))
-    prompts = [prompt_of(turns, tokenizer) for turns in (change.before, change.after)]
+    both = zip((change.before, change.after), change.tools, strict=True)
+    prompts = [prompt_of(turns, tokenizer, tools) for turns, tools in both]
     size = 16
     # So that there is room to copy, but for the prompt that is to be swept out.
     num_spare = 8 if change.between else 64
@@ -227,8 +237,8 @@ def test_a_scripted_change_has_the_right_reason_part_and_first_differing_token(
     assert lost == told["computed_tokens"] - 1
 
 
-def prompt_of(turns: Turns, tokenizer) -> Prompt:
-    return encode_messages([ChatMessage(**turn) for turn in turns], tokenizer)
+def prompt_of(turns: Turns, tokenizer, tools: Tools | None = None) -> Prompt:
+    return encode_messages([ChatMessage(**turn) for turn in turns], tokenizer, tools)
 
 
 def served(manager, prompt: Prompt, tenant: str = "", *, is_cut: bool = False) -> Usage:
@@ -360,6 +370,92 @@ def test_openai_s_own_object_is_read_by_openai_s_own_type(app):
     ]
     assert kinds[2].reason == "input_changed"
     assert kinds[2].comparison_reusable_tokens == 16
+
+
+TOOL = {"type": "function", "function": {"name": "fog"}}
+OTHER_TOOL = {"type": "function", "function": {"name": "mist"}}
+SYSTEM = {"role": "system", "content": "You keep a lighthouse."}
+LATER = [*CHAT["messages"], {"role": "assistant", "content": "A"}, {"role": "user", "content": "B"}]
+
+
+def test_changed_tools_are_told_in_openai_s_word_for_them(app):
+    ask(app, CHAT, messages=[SYSTEM], tools=[TOOL])
+    answer = ask(app, CHAT, messages=[SYSTEM], tools=[OTHER_TOOL], kvist_explain=True).json()
+    adapter = TypeAdapter(openai_response.PromptCacheDiagnostics)
+    told = adapter.validate_python(answer["prompt_cache_diagnostics"])
+    assert (told.type, told.reason) == ("cache_miss", "tools_changed")
+    assert answer["kvist"]["miss"]["part"] == "tools"
+
+
+def test_a_conversation_that_goes_on_is_a_hit_in_openai_s_terms(app):
+    ask(app, CHAT)
+    answer = ask(app, CHAT, messages=LATER, kvist_explain=True).json()
+    assert answer["kvist"]["reused_tokens"] >= len("user: How thick is the fog?\nassistant: ")
+    assert answer["prompt_cache_diagnostics"]["type"] in ("cache_hit", "cache_miss")
+
+
+ANTHROPIC_TYPES = {
+    "model_changed",
+    "system_changed",
+    "tools_changed",
+    "messages_changed",
+    "previous_message_not_found",
+    "unavailable",
+}
+"""Anthropic's list; those that end in changed come with a number of tokens and the others without."""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind"),
+    [
+        (None, {}, "previous_message_not_found"),
+        ({}, {}, None),
+        ({}, {"messages": OTHER["messages"]}, "messages_changed"),
+        (
+            {"messages": [SYSTEM]},
+            {"messages": [{**SYSTEM, "content": "You ring a bell."}]},
+            "system_changed",
+        ),
+        (
+            {"messages": [SYSTEM], "tools": [TOOL]},
+            {"messages": [SYSTEM], "tools": [OTHER_TOOL]},
+            "tools_changed",
+        ),
+    ],
+)
+def test_anthropic_s_own_object_says_what_changed(app, before, after, kind):
+    if before is not None:
+        ask(app, CHAT, **before)
+    answer = ask(app, CHAT, kvist_explain=True, **after).json()
+    told = answer["diagnostics"]
+    if kind is None:
+        assert told is None
+        return
+    assert set(told) == {"cache_miss_reason"}
+    reason = told["cache_miss_reason"]
+    assert reason["type"] == kind
+    assert reason["type"] in ANTHROPIC_TYPES
+    counts = {name: value for name, value in reason.items() if name != "type"}
+    lost = answer["kvist"]["miss"]["tokens_lost"]
+    assert counts == ({"cache_missed_input_tokens": lost} if kind.endswith("_changed") else {})
+
+
+@pytest.mark.parametrize(
+    ("reason", "part", "kind"),
+    [
+        ("evicted", "system", None),
+        ("new_prompt", "message 3", None),
+        ("tokens_differ", "template", "unavailable"),
+        ("tokens_differ", None, "unavailable"),
+        ("namespace_differs", None, "previous_message_not_found"),
+        ("model_changed", "system", "model_changed"),
+    ],
+)
+def test_anthropic_has_a_word_for_what_was_sent_and_none_for_the_cache(reason, part, kind):
+    span = {"reason": reason, "part": part, "position": 9, "tokens_lost": 4}
+    told = anthropic_diagnostics({"spans": [span]})
+    assert (None if told is None else told["cache_miss_reason"]["type"]) == kind
+    assert anthropic_diagnostics({"prompts": [{"spans": []}, {"spans": [span]}]}) == told
 
 
 def test_a_finished_request_can_be_asked_about_later(app):

@@ -36,6 +36,46 @@ def with_client(engine, scenario, *, config=None, api_key="any"):
 
 
 MESSAGES = [{"role": "user", "content": "hej"}]
+TOOLS = [{"type": "function", "function": {"name": "fog", "parameters": {"type": "object"}}}]
+
+
+def test_tools_are_shown_to_the_model_and_what_it_writes_is_content():
+    engine = FakeEngine(reply=Reply(text='{"name": "fog"}'))
+    answer = with_client(
+        engine,
+        lambda client: client.chat.completions.create(
+            model="fake-1", messages=MESSAGES, tools=TOOLS, tool_choice="auto"
+        ),
+    )
+    (choice,) = answer.choices
+    assert choice.message.content == '{"name": "fog"}'
+    assert choice.message.tool_calls is None
+    assert choice.finish_reason == "stop"
+    assert b'"name": "fog"' in bytes(engine.submissions[0].prompt_token_ids)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_usage_of_a_chat_says_what_was_cached_and_diagnostics_are_an_attribute(is_stream):
+    engine = FakeEngine(reply=Reply(text="Hej!", num_cached_tokens=3))
+
+    async def scenario(client):
+        arguments = {
+            "model": "fake-1",
+            "messages": MESSAGES,
+            "extra_body": {"kvist_explain": True},
+        }
+        if not is_stream:
+            return await client.chat.completions.create(**arguments)
+        stream = await client.chat.completions.create(
+            **arguments, stream=True, stream_options={"include_usage": True}
+        )
+        return [piece async for piece in stream][-1]
+
+    answer = with_client(engine, scenario)
+    assert answer.usage.prompt_tokens_details.cached_tokens == 3
+    assert answer.prompt_cache_diagnostics == {"type": "cache_hit"}
+    assert answer.diagnostics is None
+    assert answer.kvist["reused_tokens"] == 3
 
 
 def test_completion_has_text_reason_and_usage():

@@ -69,6 +69,7 @@ OTHERS = {
         **ORDER,
         "messages": ([{"role": "system", "content": "p"}], {}, "prompt"),
         "logprobs": (True, {}, "logprobs"),
+        "tools": ([{"type": "function", "function": {"name": "t"}}], {}, "prompt"),
         "top_logprobs": (3, {"logprobs": True}, "logprobs"),
         "max_completion_tokens": (3, {}, "max_tokens"),
         "prompt_cache_retention": ("24h", {}, "keep"),
@@ -275,7 +276,9 @@ def test_values_that_ask_for_nothing_are_accepted(kind):
         (ChatRequest, {"prompt_cache_retention": "24h", "cache_control": {"type": "ephemeral"}}),
         (ChatRequest, {"parallel_tool_calls": 1}),
         (ChatRequest, {"response_format": {"type": "json_object"}}),
-        (ChatRequest, {"tools": [{"type": "function"}]}),
+        (ChatRequest, {"tool_choice": "required"}),
+        (ChatRequest, {"tool_choice": {"type": "function", "function": {"name": "t"}}}),
+        (ChatRequest, {"parallel_tool_calls": False}),
         (CompletionRequest, {"best_of": 2}),
         (CompletionRequest, {"best_of": True}),
         (CompletionRequest, {"best_of": 2, "n": 3}),
@@ -286,6 +289,54 @@ def test_values_that_ask_for_something_are_refused(kind, extra):
     answer = ask(kind, {**MINIMAL[kind], **extra})
     assert answer.status == 400
     assert answer.error["param"] == next(iter(extra))
+
+
+FUNCTION = {"name": "t", "parameters": {"type": "object", "required": []}, "description": "d"}
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        ("t", "tools"),
+        ({"type": "function"}, "tools"),
+        ([1], "tools[0]"),
+        ([{}], "tools[0].type"),
+        ([{"type": "function"}], "tools[0].function"),
+        ([{"type": "function", "function": "t"}], "tools[0].function"),
+        ([{"type": "function", "function": {}}], "tools[0].function.name"),
+        ([{"type": "function", "function": {"name": ""}}], "tools[0].function.name"),
+        ([{"type": "custom", "custom": {"name": "t"}}], "tools[0].type"),
+        ([{"type": "function", "function": FUNCTION, "x": 1}], "tools[0].x"),
+        (
+            [{"type": "function", "function": {**FUNCTION, "strict": True}}],
+            "tools[0].function.strict",
+        ),
+        (
+            [{"type": "function", "function": {**FUNCTION, "parameters": []}}],
+            "tools[0].function.parameters",
+        ),
+    ],
+)
+def test_a_wrong_tool_is_refused_by_name(tools, param):
+    answer = ask(ChatRequest, {**MINIMAL[ChatRequest], "tools": tools})
+    assert (answer.status, answer.error["param"]) == (400, param)
+
+
+def test_tools_reach_the_template_in_the_client_s_own_order_without_what_asks_for_nothing():
+    engine = FakeEngine()
+    function = {"strict": False, **FUNCTION, "description": None}
+    tool = {"function": function, "type": "function"}
+    assert ask(ChatRequest, {**MINIMAL[ChatRequest], "tools": [tool]}, engine).status == 200
+    prompt = bytes(engine.submissions[0].prompt_token_ids).decode()
+    shown = '{"function": {"name": "t", "parameters": {"type": "object", "required": []}}, "type": "function"}'
+    assert prompt.startswith(f"<tools>[{shown}]\n<user>p")
+
+
+def test_what_a_tool_is_chosen_by_changes_nothing_where_it_asks_for_nothing():
+    tools = {"tools": OTHERS[ChatRequest]["tools"][0]}
+    plain = observed(ChatRequest, {**MINIMAL[ChatRequest], **tools})
+    for extra in ({"tool_choice": "auto"}, {"tool_choice": "none"}, {"parallel_tool_calls": True}):
+        assert observed(ChatRequest, {**MINIMAL[ChatRequest], **tools, **extra}) == plain
 
 
 def test_best_of_equal_to_n_is_accepted():

@@ -7,6 +7,7 @@ a stale slot changes the answer, and ``answer`` knows the right one.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from dataclasses import dataclass, field
@@ -53,12 +54,16 @@ class ByteTokenizer:
     def is_special(self, token_id: int) -> bool:
         return token_id == EOS
 
-    def apply_chat_template(self, messages, add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, messages, add_generation_prompt: bool = True, *, tools=None
+    ) -> str:
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+        if tools is not None:
+            lines.insert(messages[0]["role"] == "system", f"tools: {json.dumps(tools)}\n")
         return "".join(lines) + ("assistant: " if add_generation_prompt else "")
 
-    def encode_chat(self, messages) -> list[int]:
-        return self.encode(self.apply_chat_template(messages))
+    def encode_chat(self, messages, *, tools=None) -> list[int]:
+        return self.encode(self.apply_chat_template(messages, tools=tools))
 
 
 def extend_hash(prefix_hash: int, token_id: int) -> int:

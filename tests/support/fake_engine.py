@@ -7,6 +7,7 @@ offsets can be read off each other. Nothing sleeps: a held reply goes on when th
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -43,15 +44,20 @@ class FakeTokenizer:
         return token_id >= 256
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, str]],
+        add_generation_prompt: bool = True,
+        *,
+        tools=None,
     ) -> str:
         if messages[0]["role"] == "assistant":
             raise RequestError("[chat] the template wants a user first")
-        turns = "".join(f"<{m['role']}>{m['content']}\n" for m in messages)
+        turns = "" if tools is None else f"<tools>{json.dumps(tools)}\n"
+        turns += "".join(f"<{m['role']}>{m['content']}\n" for m in messages)
         return f"{turns}<assistant>" if add_generation_prompt else turns
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        return list(self.apply_chat_template(messages).encode())
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, tools=None) -> list[int]:
+        return list(self.apply_chat_template(messages, tools=tools).encode())
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from kvist.errors import RequestError
+from kvist.errors import RequestError, UnsupportedParameter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,24 +55,48 @@ class ChatTemplate:
                 f"[chat] the model's chat template cannot be read: {error}; send a plain prompt to /v1/completions"
             ) from error
 
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether the template does anything with the tools that it is given.
+
+        Raises:
+            RequestError: The template cannot be read.
+        """
+        _ = self._compiled
+        return "tools" in jinja2.meta.find_undeclared_variables(
+            _new_environment().parse(self.source)
+        )
+
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:  # Any: what a message holds is between the client and the template
         """Return the text for a conversation.
 
         Args:
             messages: Each with ``role`` and ``content``; keys whose value is None count as absent.
             add_generation_prompt: End with the opening of the assistant's turn.
+            tools: JSON descriptions of functions, as OpenAI's API has them; None: there are none.
 
         Raises:
+            UnsupportedParameter: There are tools, and the template has no place for them.
             RequestError: The template refused the conversation (its own message is passed on) or failed on it.
         """
         template = self._compiled
         plain = plain_messages(messages)
+        plain_or_none = None if tools is None else plain_tools(tools)
+        if tools is not None and not self.takes_tools:
+            raise UnsupportedParameter(
+                "[chat] the model's chat template has no place for tools; leave them out or describe them in a message",
+                param="tools",
+            )
         try:
             return template.render(
                 messages=plain,
-                tools=None,
+                tools=plain_or_none,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
@@ -103,28 +128,43 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[Any]:  # Any: 
             f"[chat] expected a list of messages, received {type(messages).__name__}",
             param="messages",
         )
-    return [_plain(message, 0) for message in messages]
+    return [_without_none(_plain(message, "messages", 0)) for message in messages]
 
 
-def _plain(value: Any, depth: int) -> Any:  # noqa: ANN401  # JSON
+def plain_tools(tools: Sequence[Mapping[str, Any]]) -> list[Any]:  # Any: JSON
+    """Return a copy made of plain JSON types only; a null inside a schema means something and stays.
+
+    Raises:
+        RequestError: As ``plain_messages``.
+    """
+    return [_plain(tool, "tools", 0) for tool in tools]
+
+
+def _plain(value: Any, param: str, depth: int) -> Any:  # noqa: ANN401  # JSON
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, str):
         return str(value)
     if depth == MAX_NESTING:
         raise RequestError(
-            f"[chat] messages must not be nested more than {MAX_NESTING} deep", param="messages"
+            f"[chat] {param} must not be nested more than {MAX_NESTING} deep", param=param
         )
     if isinstance(value, Mapping):
-        return {
-            str(key): _plain(item, depth + 1) for key, item in value.items() if item is not None
-        }
+        return {str(key): _plain(item, param, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item, depth + 1) for item in value]
+        return [_plain(item, param, depth + 1) for item in value]
     raise RequestError(
-        f"[chat] messages must be made of JSON values, received {type(value).__name__}",
-        param="messages",
+        f"[chat] {param} must be made of JSON values, received {type(value).__name__}",
+        param=param,
     )
+
+
+def _without_none(value: Any) -> Any:  # noqa: ANN401  # JSON
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
+    return value
 
 
 class _GenerationBlock(jinja2.ext.Extension):

@@ -22,7 +22,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from kvist.errors import ModelLoadError, RequestError
-from kvist.model.chat_template import ChatTemplate, plain_messages
+from kvist.model.chat_template import ChatTemplate, plain_messages, plain_tools
 from kvist.model.chunk_cache import ChunkCache, cutting_of
 from kvist.model.folder_tokenizer import vocabulary_from_folder
 from kvist.model.gguf_file import read_gguf
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from kvist.model.vocabulary import Vocabulary
 
     Message = Mapping[str, Any]  # Any: content may be text or a list of parts
+    Tool = Mapping[str, Any]  # Any: a JSON schema
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -173,56 +174,69 @@ class Tokenizer:
         self,
         messages: Sequence[Message],
         add_generation_prompt: bool = True,  # noqa: FBT001, FBT002  # the name users know
+        *,
+        tools: Sequence[Tool] | None = None,
     ) -> str:
-        """Return the text that the model's template makes of a conversation.
+        """Return the text that the model's template makes of a conversation, and of the tools it may use.
 
         Raises:
-            RequestError: The model has no template, or the template refuses the messages.
+            RequestError: The model has no template, or the template refuses the messages or has no place for tools.
         """
         if self.chat_template is None:
             raise RequestError(
                 "[chat] this model has no chat template; send a plain prompt to /v1/completions, "
                 "or load an instruct model"
             )
-        return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self.chat_template.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools
+        )
 
     def encode_chat(
         self,
         messages: Sequence[Message],
         add_generation_prompt: bool = True,  # noqa: FBT001, FBT002  # as apply_chat_template
+        *,
+        tools: Sequence[Tool] | None = None,
     ) -> list[int]:
         """Return the token ids of a conversation, in which only the template can place control tokens.
 
-        The text of a control token inside a message is read as ordinary characters, so a quoted ``<|im_end|>`` neither
-        ends a turn nor forges one (a SentencePiece model that puts a space before texts sees one inside it).
-        Conversations without such text have the ids of the rendered text.
+        The text of a control token inside a message or a tool is read as ordinary characters, so a quoted
+        ``<|im_end|>`` neither ends a turn nor forges one (a SentencePiece model that puts a space before texts sees one
+        inside it). Conversations without such text have the ids of the rendered text.
 
         Raises:
-            RequestError: As ``apply_chat_template`` and ``encode``.
+            RequestError: As ``apply_chat_template`` and ``encode``; or there is such text, and the template escapes it.
         """
-        quoted, marker = self._break_special(plain_messages(messages))
-        text = self.apply_chat_template(quoted, add_generation_prompt)
+        given = [plain_messages(messages), None if tools is None else plain_tools(tools)]
+        (quoted, quoted_tools), marker = self._break_special(given)
+        text = self.apply_chat_template(quoted, add_generation_prompt, tools=quoted_tools)
+        if marker is not None and marker.encode("unicode_escape").decode() in text:
+            raise RequestError(
+                "[chat] a message or a tool holds the text of a control token, which the model's template escapes, "
+                "so that it cannot be told from its own; take the text out",
+                param="messages" if tools is None else "tools",
+            )
         ids: list[int] = []
         for part in (text,) if marker is None else text.split(marker):
             ids += self.encode(part, add_special_tokens=False)
         return ids
 
-    def _break_special(self, messages: Sequence[Message]) -> tuple[Sequence[Message], str | None]:
-        """Return the messages with a marker inside each control token's text, and the marker; None: there was none.
+    def _break_special(
+        self, values: list[Any]
+    ) -> tuple[list[Any], str | None]:  # Any: JSON of the same form
+        """Return JSON values with a marker inside each control token's text, and the marker; None: there was none.
 
         Breaking the text apart is safer than putting marks around it: whatever a template cuts out of a message, no
         part between two markers spells a control token.
         """
-        strings = [string for message in messages for string in _strings(message)]
+        strings = list(_strings(values))
         if not any(map(self._spelling.occurs_in, strings)):
-            return messages, None
+            return values, None
         # Noncharacters of Unicode should not occur; counted on until the marker certainly does not.
         number = 0
         while any((marker := f"\ufdd0{number}\ufdd1") in string for string in strings):
             number += 1
-        return [
-            _map_strings(m, lambda s: self._spelling.split(s, marker)) for m in messages
-        ], marker
+        return _map_strings(values, lambda s: self._spelling.split(s, marker)), marker
 
     @cached_property
     def _spelling(self) -> _SpecialSpelling:
@@ -278,10 +292,11 @@ class _SpecialSpelling:
 
 
 def _strings(value: object) -> Iterator[str]:
-    """Yield every string inside a JSON value, keys excepted."""
+    """Yield every string inside a JSON value, keys of objects too: those of a schema are the client's."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
+        yield from value
         for item in value.values():
             yield from _strings(item)
     elif isinstance(value, (list, tuple)):
@@ -294,7 +309,7 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN4
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: _map_strings(item, change) for key, item in value.items()}
+        return {change(key): _map_strings(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_map_strings(item, change) for item in value]
     return value

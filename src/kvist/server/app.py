@@ -34,6 +34,7 @@ from kvist.server.exchange import Exchange
 from kvist.server.explanation import (
     MAX_HISTORY,
     History,
+    anthropic_diagnostics,
     explain_call,
     has_miss,
     openai_diagnostics,
@@ -216,8 +217,11 @@ class _Routes:
         self._history.add(job.request_id, tenant, explanation)
         if not job.wants_explanation:
             return {}
-        diagnostics = openai_diagnostics(explanation)
-        return {"kvist": explanation, "prompt_cache_diagnostics": diagnostics}
+        return {
+            "kvist": explanation,
+            "prompt_cache_diagnostics": openai_diagnostics(explanation),
+            "diagnostics": anthropic_diagnostics(explanation),
+        }
 
     def _prepare(self, body: bytes, prepare: Prepare) -> Job:
         return prepare(parse_object(body), self._engine, self._model)

@@ -240,7 +240,7 @@ def prepare_chat(document: Json, engine: ServedEngine, model: str) -> Job:
     request = parse_chat(document)
     _check_model(request.model, model)
     params = request.sampling_params()
-    prompts = [encode_messages(request.messages, engine.tokenizer)]
+    prompts = [encode_messages(request.messages, engine.tokenizer, request.tools)]
     output_param = None if params.max_tokens is None else request.max_tokens_name
     check_fit(prompts, params, engine, param="messages", output_param=output_param)
     request_id = f"chatcmpl-{uuid.uuid4().hex}"

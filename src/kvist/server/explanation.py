@@ -1,12 +1,14 @@
 """What a client is told of the reuse of its own prompts.
 
-Responsible for the JSON of a finished call's reuse and misses, in our own and in OpenAI's form, and for the last calls
-of each API key. Knows nothing of HTTP and of how a reason is found.
+Responsible for the JSON of a finished call's reuse and misses, in our own form, in OpenAI's and in Anthropic's, and for
+the last calls of each API key. Knows nothing of HTTP and of how a reason is found.
 
 Invariant: a text of a prompt goes to the API key that sent it, and nowhere else; the other side of a difference is of
 the same namespace, so of the same key.
 
-Source: ``prompt_cache_diagnostics`` of OpenAI's Responses API, openai-python 3.57 ``types/responses/response.py``.
+Sources: ``prompt_cache_diagnostics`` of OpenAI's Responses API, openai-python 3.57 ``types/responses/response.py``;
+``diagnostics`` of Anthropic's Messages API, anthropic-sdk-python 2.14 ``types/diagnostics.py``. Both compare with an earlier
+response that the client names; here it is the nearest earlier prompt.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections import OrderedDict
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from kvist.server.parts import SYSTEM, TEMPLATE, TOOLS
 from kvist.types import MissReason
 
 if TYPE_CHECKING:
@@ -42,6 +45,8 @@ _OPENAI_REASONS = {
 }
 """Those that OpenAI has a word for. A new prompt has nothing to compare with, and for the others, which are the
 cache's own doing, OpenAI's answer is that none is available."""
+_ANTHROPIC_PARTS = {SYSTEM: "system_changed", TOOLS: "tools_changed", TEMPLATE: None, None: None}
+"""What changed, by the part that the difference is in; any other part is a message. None: there is no word for it."""
 
 
 def explain_call(job: Job, outputs: Sequence[ChoiceOutput], tokenizer: ServedTokenizer) -> Json:
@@ -95,15 +100,47 @@ def openai_diagnostics(explanation: Json) -> Json:
         return {"type": "cache_hit"}
     reason = MissReason(miss["reason"])
     if reason is MissReason.NEW_PROMPT:
-        return {"type": "comparison_response_not_found"}
+        # Past the beginning it is an earlier prompt that goes on, so all that there was to reuse was reused.
+        return {"type": "cache_hit" if miss["position"] else "comparison_response_not_found"}
     if reason not in _OPENAI_REASONS:
         return {"type": "unavailable"}
+    are_tools = reason is MissReason.TOKENS_DIFFER and miss["part"] == TOOLS
     return {
         "type": "cache_miss",
-        "reason": _OPENAI_REASONS[reason],
+        "reason": "tools_changed" if are_tools else _OPENAI_REASONS[reason],
         "cache_missed_tokens": miss["tokens_lost"],
         "comparison_reusable_tokens": miss["position"],
     }
+
+
+def anthropic_diagnostics(explanation: Json) -> Json | None:
+    """Return Anthropic's ``diagnostics`` for what ``explain_call`` says; None: the prompt goes on as an earlier one did.
+
+    As there, it is about what was sent: that blocks were evicted is no difference.
+    """
+    for prompt in explanation.get("prompts", [explanation]):
+        for span in prompt["spans"]:
+            reason = _anthropic_reason(span)
+            if reason is not None:
+                return {"cache_miss_reason": reason}
+    return None
+
+
+def _anthropic_reason(span: Json) -> Json | None:
+    match MissReason(span["reason"]):
+        case MissReason.TOKENS_DIFFER:
+            kind = _ANTHROPIC_PARTS.get(span["part"], "messages_changed")
+        case MissReason.MODEL_CHANGED:
+            kind = "model_changed"
+        case MissReason.NAMESPACE_DIFFERS:
+            return {"type": "previous_message_not_found"}
+        case MissReason.NEW_PROMPT if span["position"] == 0:
+            return {"type": "previous_message_not_found"}
+        case _:
+            return None
+    if kind is None:
+        return {"type": "unavailable"}
+    return {"type": kind, "cache_missed_input_tokens": span["tokens_lost"]}
 
 
 class History:

@@ -32,12 +32,19 @@ class ServedTokenizer(TokenText, Protocol):
         self,
         messages: Sequence[Mapping[str, str]],
         add_generation_prompt: bool = True,  # noqa: FBT001, FBT002  # the name users know
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,  # Any: a JSON schema
     ) -> str:
-        """Return the text that the model's own chat template makes of ``messages``."""
+        """Return the text that the model's own chat template makes of ``messages`` and ``tools``."""
         ...
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Return the prompt that the model's own chat template makes of ``messages``."""
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,  # Any: as above
+    ) -> list[int]:
+        """Return the prompt that the model's own chat template makes of ``messages`` and ``tools``."""
         ...
 
 

@@ -7,13 +7,13 @@ call when any of its prompts cannot run. Knows nothing of HTTP. Runs in worker t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvist.errors import PromptTooLong, RequestError
 from kvist.server.parts import ChatParts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kvist.server.ports import ServedEngine, ServedTokenizer
     from kvist.server.protocol import ChatMessage, PromptInput
@@ -63,19 +63,30 @@ def encode_prompts(inputs: Sequence[PromptInput], engine: ServedEngine) -> list[
     return prompts
 
 
-def encode_messages(messages: Sequence[ChatMessage], tokenizer: ServedTokenizer) -> Prompt:
+def encode_messages(
+    messages: Sequence[ChatMessage],
+    tokenizer: ServedTokenizer,
+    tools: Sequence[Mapping[str, Any]] | None = None,  # Any: a JSON schema
+) -> Prompt:
     """Return the prompt that the model's chat template makes of a conversation.
+
+    Args:
+        messages: At least one.
+        tokenizer: Has the template.
+        tools: As ``protocol`` has checked them; None or empty: there are none.
 
     Raises:
         RequestError: The model has no template, or its template refuses this conversation.
+        UnsupportedParameter: There are tools, and the template has no place for them.
     """
+    tools = tools or None
     # Templates know the role that OpenAI calls developer by its older name.
     turns = [
         {"role": "system" if m.role == "developer" else m.role, "content": m.content}
         for m in messages
     ]
     try:
-        ids = tokenizer.encode_chat(turns)
+        ids = tokenizer.encode_chat(turns, tools=tools)
     except RequestError as error:
         error.param = error.param or "messages"
         raise
@@ -85,7 +96,7 @@ def encode_messages(messages: Sequence[ChatMessage], tokenizer: ServedTokenizer)
             param="messages",
             code="invalid_value",
         )
-    return Prompt(token_ids=tuple(ids), parts=ChatParts(turns, tokenizer))
+    return Prompt(token_ids=tuple(ids), parts=ChatParts(turns, tokenizer, tools))
 
 
 def check_fit(

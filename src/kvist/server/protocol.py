@@ -235,7 +235,7 @@ def _message(value: object, path: str) -> ChatMessage:
         # A tuple: looking up a list or an object in a set raises.
         if role in ("tool", "function"):
             raise UnsupportedParameter(
-                f"[request] {path}.role is {role!r}, which is not implemented: Kvist does not call tools; "
+                f"[request] {path}.role is {role!r}, which is not implemented: Kvist takes no results of tools; "
                 "use system, developer, user or assistant",
                 param=f"{path}.role",
             )
@@ -259,6 +259,56 @@ def _joined_parts(parts: list[object], path: str) -> str:
     return "\n".join(texts)
 
 
+class FunctionDefinition(WireModel):
+    """``function`` of a tool."""
+
+    refused: ClassVar[dict[str, Unimplemented]] = dict(unimplemented.FUNCTION)
+
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # Any: a JSON schema
+    """Passed to the template as it is."""
+
+
+class FunctionTool(WireModel):
+    """One of ``tools``."""
+
+    type: Literal["function"]
+    function: dict[str, Any]  # Any: as FunctionDefinition
+
+
+Tool = dict[str, Any]
+"""A tool as the client wrote it, in its order of keys, without what asks for nothing. Any: a JSON schema."""
+
+
+def _tools(value: object) -> list[Tool]:
+    if not isinstance(value, list):
+        raise RequestError(
+            f"[request] tools must be an array of functions, received {describe(value)}",
+            param="tools",
+            code="invalid_type",
+        )
+    return [_tool(item, f"tools[{index}]") for index, item in enumerate(value)]
+
+
+def _tool(value: object, path: str) -> Tool:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind != "function":
+        raise UnsupportedParameter(
+            f"[request] {path}.type is {shorten(kind)}, which is not implemented: Kvist shows functions to the model "
+            "and nothing else",
+            param=f"{path}.type",
+        )
+    tool = parse(FunctionTool, value, path=path)
+    where = f"{path}.function"
+    parse(FunctionDefinition, tool.function, path=where)
+    kept = drop_neutral(tool.function, FunctionDefinition.refused, f"{where}.")
+    # The model was trained on descriptions in the client's own order, which a checked object has lost.
+    function = {name: item for name, item in kept.items() if item is not None}
+    assert isinstance(value, dict)  # or it would not have been parsed
+    return {name: function if name == "function" else item for name, item in value.items()}
+
+
 class ChatRequest(SamplingFields):
     """The body of POST /v1/chat/completions."""
 
@@ -268,6 +318,8 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = None
     max_completion_tokens: int | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    tools: Annotated[list[Tool], PlainValidator(_tools)] | None = None
+    """Shown to the model by its chat template. What it writes is returned as content: calls are not parsed."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     def sampling_params(self) -> SamplingParams:

@@ -1,6 +1,6 @@
 """The parameters of OpenAI's API that Kvist does not implement, and the values of them that ask for nothing.
 
-Responsible for refusing each by name with the reason. A client library that always sends ``"tools": null`` or
+Responsible for refusing each by name with the reason. A client library that always sends ``"functions": null`` or
 ``"response_format": {"type": "text"}`` asks for nothing, so that is accepted. Knows nothing of the parameters that
 *are* implemented.
 
@@ -37,6 +37,10 @@ class Unimplemented:
 
 
 _NO_TOOLS = "Kvist does not call tools"
+_NO_CALLS = (
+    "Kvist shows tools to the model and returns what it writes as content; it parses no calls, so it can force "
+    "and forbid none"
+)
 _NO_AUDIO = "Kvist produces text only"
 _NO_CACHE_HINTS = "Kvist caches every prompt's prefix by itself, private to the API key"
 _NO_STORE = "Kvist keeps no copy of requests or answers"
@@ -60,7 +64,7 @@ CHAT: Mapping[str, Unimplemented] = {
     "metadata": Unimplemented(_NO_STORE, ({},)),
     "modalities": Unimplemented(_NO_AUDIO, (["text"],)),
     "moderation": Unimplemented("Kvist does not moderate"),
-    "parallel_tool_calls": Unimplemented(_NO_TOOLS, (True,)),
+    "parallel_tool_calls": Unimplemented(_NO_CALLS, (True,)),
     "prediction": Unimplemented("Kvist does not speculate from predicted outputs"),
     "prompt_cache_key": Unimplemented(_NO_CACHE_HINTS),
     "prompt_cache_options": Unimplemented(_NO_CACHE_HINTS),
@@ -71,8 +75,7 @@ CHAT: Mapping[str, Unimplemented] = {
     "safety_identifier": Unimplemented(_USE_KEYS),
     "service_tier": Unimplemented("Kvist has one tier", ("auto", "default")),
     "store": Unimplemented(_NO_STORE, (False,)),
-    "tool_choice": Unimplemented(_NO_TOOLS, ("none", "auto")),
-    "tools": Unimplemented(_NO_TOOLS, ([],)),
+    "tool_choice": Unimplemented(_NO_CALLS, ("none", "auto")),
     "user": Unimplemented(_USE_KEYS),
     "verbosity": Unimplemented("Kvist does not steer verbosity", ("medium",)),
     "web_search_options": Unimplemented("Kvist does not search the web"),
@@ -86,6 +89,10 @@ MESSAGE: Mapping[str, Unimplemented] = {
     "refusal": Unimplemented("write it as content"),
     "tool_call_id": Unimplemented(_NO_TOOLS),
     "tool_calls": Unimplemented(_NO_TOOLS, ([],)),
+}
+
+FUNCTION: Mapping[str, Unimplemented] = {
+    "strict": Unimplemented("Kvist does not constrain its output", (False,)),
 }
 
 TEXT_PART: Mapping[str, Unimplemented] = {

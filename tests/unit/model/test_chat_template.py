@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import datetime as dt
 import enum
+import json
 
 import pytest
 
-from kvist.errors import RequestError
+from kvist.errors import RequestError, UnsupportedParameter
 from kvist.model.chat_template import ChatTemplate
 
 MESSAGES = [
@@ -146,3 +147,30 @@ def test_messages_nested_too_deeply_or_no_list_are_request_errors():
         render("x", [{"role": "user", "content": content}])
     with pytest.raises(RequestError, match="list of messages"):
         render("x", None)
+
+
+TOOLS = [{"type": "function", "function": {"name": "t", "parameters": {"default": None}}}]
+
+
+def test_tools_are_given_to_a_template_that_knows_them_nulls_included():
+    template = ChatTemplate("{% if tools %}{{ tools | tojson }}{% endif %}", {})
+    assert json.loads(template.render([], add_generation_prompt=False, tools=TOOLS)) == TOOLS
+    assert template.render([], add_generation_prompt=False) == ""
+
+
+def test_tools_are_refused_where_the_template_has_no_place_for_them():
+    template = ChatTemplate("{% for tools in messages %}{{ tools.content }}{% endfor %}", {})
+    with pytest.raises(UnsupportedParameter, match="no place for tools") as caught:
+        template.render([], add_generation_prompt=False, tools=TOOLS)
+    assert caught.value.param == "tools"
+
+
+def test_tools_nested_too_deeply_are_a_request_error():
+    schema: dict = {}
+    for _ in range(5000):
+        schema = {"items": schema}
+    with pytest.raises(RequestError, match="tools must not be nested more than 64") as caught:
+        ChatTemplate("{{ tools }}", {}).render(
+            [], add_generation_prompt=False, tools=[{"function": schema}]
+        )
+    assert caught.value.param == "tools"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.chat_templates import CHATML_TOOLS, MISTRAL_TOOLS
 
 from kvist.errors import RequestError
 from kvist.model.chat_template import ChatTemplate
@@ -33,8 +34,10 @@ class Templated:
     def __init__(self, source):
         self._template = ChatTemplate(source, {})
 
-    def apply_chat_template(self, messages, add_generation_prompt=True):
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+    def apply_chat_template(self, messages, add_generation_prompt=True, *, tools=None):
+        return self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools
+        )
 
 
 def parts_of(source, turns):
@@ -102,7 +105,7 @@ def test_a_template_that_refuses_marks_tells_no_part():
 
 def test_a_template_that_refuses_a_shorter_conversation_leaves_role_names_to_itself():
     class Refusing(Templated):
-        def apply_chat_template(self, messages, add_generation_prompt=True):
+        def apply_chat_template(self, messages, add_generation_prompt=True, *, tools=None):
             if not add_generation_prompt:
                 raise RequestError("[chat] not like this")
             return super().apply_chat_template(messages)
@@ -144,3 +147,50 @@ def test_a_space_that_the_tokeniser_puts_before_a_text_is_left_out_of_account():
         "system",
     ]
     assert parts.at(0, num_bytes + 1) == "template"
+
+
+def search(name):
+    return {"type": "function", "function": {"name": name, "parameters": {}}}
+
+
+@pytest.mark.parametrize("source", [CHATML_TOOLS, MISTRAL_TOOLS])
+@pytest.mark.parametrize("turns", [TURNS, TURNS[1:]])
+def test_tools_are_a_part_with_what_the_template_says_around_them(source, turns):
+    tools = [search("fog"), search("bell")]
+    tokenizer = Templated(source)
+    text = tokenizer.apply_chat_template(turns, tools=tools)
+    parts = ChatParts(turns, tokenizer, tools)
+
+    def part(position):
+        return parts.at(len(text[:position].encode()), len(text.encode()))
+
+    first, last = text.index('{"type"'), text.rindex("}}")
+    assert {part(position) for position in range(first, last + 2)} == {"tools"}
+    for index, turn in enumerate(turns):
+        name = "system" if turn["role"] == "system" else f"message {index}"
+        content = turn["content"]
+        assert part(text.index(content)) == name
+        assert part(text.index(content) + len(content) - 1) == name
+    assert part(0) in {"template", "message 0", "system"}
+
+
+def test_where_tools_begin_they_are_what_another_prompt_did_not_have():
+    tokenizer = Templated(CHATML_TOOLS)
+    tools = [search("fog")]
+    text = tokenizer.apply_chat_template(TURNS, tools=tools)
+    end = text.index("Be brief.") + len("Be brief.")
+    assert ChatParts(TURNS, tokenizer, tools).at(end, len(text.encode())) == "tools"
+    plain = tokenizer.apply_chat_template(TURNS)
+    assert ChatParts(TURNS, tokenizer).at(end, len(plain.encode())) == "system"
+
+
+def test_tools_added_or_reordered_are_found_at_the_first_character_that_differs():
+    tokenizer = Templated(CHATML_TOOLS)
+    tools = [search(name) for name in ("fog", "bell", "tide")]
+    others = [None, tools[:2], tools[1:], [tools[0], tools[2]], [tools[1], tools[0], tools[2]]]
+    text = tokenizer.apply_chat_template(TURNS, tools=tools)
+    for other in others:
+        earlier = tokenizer.apply_chat_template(TURNS, tools=other)
+        position = next(i for i, (a, b) in enumerate(zip(text, earlier, strict=False)) if a != b)
+        parts = ChatParts(TURNS, tokenizer, tools)
+        assert parts.at(len(text[:position].encode()), len(text.encode())) == "tools"
