@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from kvist.cache.tree import Node
     from kvist.types import TokenId
 
-MAX_EXPECTED_TOKENS = 16
-"""How much is told of what the nearest earlier prompt had instead."""
+MAX_EXPECTED_TOKENS = 256
+"""How much is told of what the nearest earlier prompt had instead: enough to see whether both go on alike later."""
 
 
 class Shortfall(NamedTuple):

@@ -23,6 +23,7 @@ app = typer.Typer(
 
 TIMEOUT_S = 10.0
 MIN_TABLE_WIDTH = 120
+MIN_BREAKERS_WIDTH = 180
 
 ADVICE = {
     "new_prompt": "no earlier prompt goes on like this; nothing to do",
@@ -85,6 +86,37 @@ def explain(
     for prompt in document.get("prompts") or [document]:
         for line in explained(prompt):
             console.print(Text(line))
+
+
+@app.command()
+@takes_options
+def breakers(
+    *,
+    url: Url = "http://127.0.0.1:8000",
+    api_key: ApiKey = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the list as JSON")] = False,
+) -> None:
+    """Show what keeps changing in the prompts of this API key, and what that cost within the last hour."""
+    document = _fetch(url, "/v1/cache/breakers", api_key)
+    if as_json:
+        print_json(document)
+        return
+    console = result_console()
+    if not document["data"]:
+        console.print(
+            "nothing within the last hour: no prompt differed from an earlier one and went on like it"
+        )
+        return
+    table = Table("tokens/hour", "times", "part", "kind", "example", box=None)
+    for column in table.columns[:2]:
+        column.justify = "right"
+    for row in document["data"]:
+        cells = (row["part"] or "-", row["kind"], _shown(row["example"]))
+        table.add_row(f"{row['tokens_per_hour']:,}", f"{row['count']:,}", *map(Text, cells))
+    console.print(table, width=max(console.width, MIN_BREAKERS_WIDTH))
+    for kind in dict.fromkeys(row["kind"] for row in document["data"]):
+        hint = next(row["hint"] for row in document["data"] if row["kind"] == kind)
+        console.print(Text(f"{kind}: {hint}"))
 
 
 def explained(prompt: dict[str, Any]) -> Iterator[str]:  # Any: JSON values

@@ -20,6 +20,7 @@ from starlette.responses import Response
 
 from kvist.errors import EngineError, EngineStopped, UnsupportedParameter
 from kvist.server.auth import Keyring
+from kvist.server.breakers import WINDOW_MINUTES, Breaker, Breakers, find_breaker
 from kvist.server.body import check_headers, parse_object, read_body
 from kvist.server.endpoints import Job, prepare_chat, prepare_completion, unknown_model
 from kvist.server.errors import (
@@ -35,6 +36,7 @@ from kvist.server.explanation import (
     MAX_HISTORY,
     History,
     anthropic_diagnostics,
+    differences,
     explain_call,
     has_miss,
     openai_diagnostics,
@@ -44,12 +46,13 @@ from kvist.server.metrics import EngineCollector, Refusals, exposition
 from kvist.server.stream import EventStream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Sequence
 
     from starlette.requests import Request
 
     from kvist.config import ServerConfig
-    from kvist.server.ports import ServedEngine
+    from kvist.server.generation import ChoiceOutput
+    from kvist.server.ports import ServedEngine, ServedTokenizer
 
     Prepare = Callable[[dict[str, Any], ServedEngine, str], Job]  # Any: a JSON document
 
@@ -92,6 +95,7 @@ def create_app(engine: ServedEngine, config: ServerConfig) -> FastAPI:
     app.add_route("/v1/models/{model_id:path}", routes.model, methods=["GET"])
     app.add_route("/v1/cache/stats", routes.cache_stats, methods=["GET"])
     app.add_route("/v1/cache/explain/{request_id}", routes.cache_explain, methods=["GET"])
+    app.add_route("/v1/cache/breakers", routes.cache_breakers, methods=["GET"])
     app.add_route("/metrics", routes.metrics, methods=["GET"])
     app.add_route("/health", routes.health, methods=["GET"])
     app.add_route("/health/live", routes.health_live, methods=["GET"])
@@ -109,6 +113,7 @@ class _Routes:
         self._model = config.served_name or engine.model_name
         self._created = int(time.time())
         self._history = History()
+        self._breakers = Breakers()
         self._refusals = Refusals()
         self._collector = EngineCollector(engine, self._model, self._refusals)
 
@@ -152,6 +157,17 @@ class _Routes:
                 param="request_id",
             )
         return json_response({"object": "kvist.explanation", "id": name, **explanation})
+
+    async def cache_breakers(self, request: Request) -> Response:
+        """GET /v1/cache/breakers: what kept changing in the prompts of the same API key, and what that cost."""
+        tenant = self._tenant(request)
+        return json_response(
+            {
+                "object": "list",
+                "window_s": WINDOW_MINUTES * 60,
+                "data": self._breakers.report(tenant),
+            }
+        )
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics: every counter of the engine, for Prometheus; needs a key where others do."""
@@ -211,7 +227,8 @@ class _Routes:
         outputs, tokenizer = call.outputs, self._engine.tokenizer
         if has_miss(outputs):
             # The messages are searched for, which other clients' streams need not wait for.
-            explanation = await asyncio.to_thread(explain_call, job, outputs, tokenizer)
+            explanation, found = await asyncio.to_thread(_explained, job, outputs, tokenizer)
+            self._breakers.note(tenant, found)
         else:
             explanation = explain_call(job, outputs, tokenizer)
         self._history.add(job.request_id, tenant, explanation)
@@ -257,6 +274,15 @@ class _Routes:
             "created": self._created,
             "owned_by": "kvist",
         }
+
+
+def _explained(
+    job: Job, outputs: Sequence[ChoiceOutput], tokenizer: ServedTokenizer
+) -> tuple[dict[str, Any], list[Breaker]]:  # Any: JSON
+    """Return what is told of a finished call, and what in its prompts broke their prefixes."""
+    explanation = explain_call(job, outputs, tokenizer)
+    found = map(find_breaker, differences(job, outputs, explanation, tokenizer))
+    return explanation, [breaker for breaker in found if breaker is not None]
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

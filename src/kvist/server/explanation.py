@@ -7,8 +7,8 @@ Invariant: a text of a prompt goes to the API key that sent it, and nowhere else
 the same namespace, so of the same key.
 
 Sources: ``prompt_cache_diagnostics`` of OpenAI's Responses API, openai-python 3.57 ``types/responses/response.py``;
-``diagnostics`` of Anthropic's Messages API, anthropic-sdk-python 2.14 ``types/diagnostics.py``. Both compare with an earlier
-response that the client names; here it is the nearest earlier prompt.
+``diagnostics`` of Anthropic's Messages API, anthropic-sdk-python 2.14 ``types/diagnostics.py``. Both compare with an
+earlier response that the client names; here it is the nearest earlier prompt.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from collections import OrderedDict
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from kvist.server.breakers import MAX_BEFORE_LEN, Difference
 from kvist.server.parts import SYSTEM, TEMPLATE, TOOLS
 from kvist.types import MissReason
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from kvist.server.endpoints import Job
     from kvist.server.generation import ChoiceOutput
@@ -54,16 +55,10 @@ def explain_call(job: Job, outputs: Sequence[ChoiceOutput], tokenizer: ServedTok
 
     Takes up to some milliseconds when a prompt was missed, so call it from a worker thread then.
     """
-    n = job.params.n
     each = []
-    for index, prompt in enumerate(job.prompts):
-        usages = [output.usage for output in outputs[index * n : (index + 1) * n]]
-        # Of several sequences the first to start says what was there; the others find what it computed.
-        first = min((usage for usage in usages if usage), key=lambda usage: usage.num_cached_tokens)
-        document = explain_prompt(prompt, first, tokenizer)
-        document["recomputed_tokens"] = sum(
-            usage.num_recomputed_tokens for usage in usages if usage
-        )
+    for prompt, usages in zip(job.prompts, _usages(job, outputs), strict=True):
+        document = explain_prompt(prompt, _first(usages), tokenizer)
+        document["recomputed_tokens"] = sum(usage.num_recomputed_tokens for usage in usages)
         each.append(document)
     if len(each) == 1:
         return each[0]
@@ -73,6 +68,62 @@ def explain_call(job: Job, outputs: Sequence[ChoiceOutput], tokenizer: ServedTok
     }
     miss = next((document["miss"] for document in each if document["miss"]), None)
     return {**totals, "miss": miss, "prompts": each}
+
+
+def differences(
+    job: Job, outputs: Sequence[ChoiceOutput], explanation: Json, tokenizer: ServedTokenizer
+) -> Iterator[Difference]:
+    """Yield the places where a call's prompts went on differently from earlier ones, with more text than is told.
+
+    Args:
+        job: What was asked.
+        outputs: Of the finished call.
+        explanation: What ``explain_call`` made of it.
+        tokenizer: The model's.
+    """
+    documents = explanation.get("prompts", [explanation])
+    for prompt, usages, document in zip(job.prompts, _usages(job, outputs), documents, strict=True):
+        report = _first(usages).miss
+        if report is None:
+            continue
+        for span, told in zip(report.spans, document["spans"], strict=True):
+            if span.reason is MissReason.TOKENS_DIFFER:
+                start = span.start
+                reversed_before = prompt.token_ids[max(0, start - MAX_BEFORE_LEN) : start][::-1]
+                before = _bytes(_message_tokens(reversed_before, tokenizer)[::-1], tokenizer)
+                following = prompt.token_ids[start : start + len(report.expected_token_ids)]
+                received = _bytes(_message_tokens(following, tokenizer), tokenizer)
+                expected = _bytes(_message_tokens(report.expected_token_ids, tokenizer), tokenizer)
+                num_common = _num_common(received, expected)
+                yield Difference(
+                    part=told["part"],
+                    before=(before + received[:num_common]).decode(errors="replace"),
+                    expected=expected[num_common:].decode(errors="replace"),
+                    received=received[num_common:].decode(errors="replace"),
+                    tokens_lost=told["tokens_lost"],
+                )
+
+
+def _message_tokens(token_ids: Sequence[int], tokenizer: ServedTokenizer) -> Sequence[int]:
+    """Return the tokens up to the first control token: what follows it, templates write alike for everybody."""
+    length = len(token_ids)
+    return token_ids[
+        : next((i for i in range(length) if tokenizer.is_special(token_ids[i])), length)
+    ]
+
+
+def _usages(job: Job, outputs: Sequence[ChoiceOutput]) -> list[list[Usage]]:
+    """Return the usage of every sequence, by prompt."""
+    n = job.params.n
+    return [
+        [output.usage for output in outputs[start : start + n] if output.usage is not None]
+        for start in range(0, len(outputs), n)
+    ]
+
+
+def _first(usages: Sequence[Usage]) -> Usage:
+    """Return what was there: of several sequences the others find what the first to start computed."""
+    return min(usages, key=lambda usage: usage.num_cached_tokens)
 
 
 def has_miss(outputs: Sequence[ChoiceOutput]) -> bool:
@@ -114,7 +165,7 @@ def openai_diagnostics(explanation: Json) -> Json:
 
 
 def anthropic_diagnostics(explanation: Json) -> Json | None:
-    """Return Anthropic's ``diagnostics`` for what ``explain_call`` says; None: the prompt goes on as an earlier one did.
+    """Return Anthropic's ``diagnostics`` for what ``explain_call`` says; None: a prompt goes on as an earlier one did.
 
     As there, it is about what was sent: that blocks were evicted is no difference.
     """
@@ -182,7 +233,7 @@ def _span(
         start = span.start
         before = _bytes(prompt.token_ids[max(0, start - NUM_BEFORE) : start], tokenizer)
         received = _bytes(prompt.token_ids[start : start + NUM_RECEIVED], tokenizer)
-        expected = _bytes(report.expected_token_ids, tokenizer)
+        expected = _bytes(report.expected_token_ids[:NUM_RECEIVED], tokenizer)
         # Tokens that differ may begin alike: the difference is in the part where the texts do.
         num_before += _num_common(received, expected)
     has_left = span.reason in (MissReason.EVICTED, MissReason.EXPIRED)

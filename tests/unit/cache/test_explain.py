@@ -75,8 +75,8 @@ def test_a_changed_token_is_found_where_it_is(position):
 
 
 def test_what_is_told_of_the_other_prompt_is_a_few_tokens():
-    manager = make_manager(32)
-    serve(manager, range(60))
+    manager = make_manager(128)
+    serve(manager, range(MAX_EXPECTED_TOKENS + 100))
     given = report(manager, [0, 99, 98])
     assert given is not None
     assert given.expected_token_ids == tuple(range(1, 1 + MAX_EXPECTED_TOKENS))

@@ -19,7 +19,12 @@ class Handler(BaseHTTPRequestHandler):
 
     status = 200
     body = json.dumps(DOCUMENT)
-    paths = ("/v1/cache/stats", "/v1/cache/explain/chatcmpl-1", "/v1/cache/explain/a%2Fb")
+    paths = (
+        "/v1/cache/breakers",
+        "/v1/cache/stats",
+        "/v1/cache/explain/chatcmpl-1",
+        "/v1/cache/explain/a%2Fb",
+    )
 
     def do_GET(self):
         is_allowed = self.headers.get("Authorization") == "Bearer right"
@@ -168,6 +173,41 @@ def test_an_unknown_request_is_said_to_be_one(kvist, server):
     result = explained(kvist, server, document)
     assert result.exit_code == 1
     assert "no finished request 'x'" in result.stderr
+
+
+BREAKER = {
+    "part": "system",
+    "kind": "timestamp",
+    "example": "Today is [bold]\n[2026-11-14 -> 2026-11-15]",
+    "tokens_per_hour": 123456,
+    "count": 41,
+    "hint": "move the date",
+}
+
+
+def test_breakers_are_a_table_with_a_hint_for_each_kind(kvist, server):
+    url, handler = server
+    rows = [BREAKER, {**BREAKER, "part": None, "count": 1}]
+    handler.body = json.dumps({"object": "list", "window_s": 3600, "data": rows})
+    result = kvist("cache", "breakers", "--url", url, "--api-key", "right")
+    assert result.exit_code == 0
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert lines[0] == "tokens/hour times part kind example"
+    shown = r"Today is [bold]\n[2026-11-14 -> 2026-11-15]"
+    assert lines[1:] == [
+        f"123,456 41 system timestamp {shown}",
+        f"123,456 1 - timestamp {shown}",
+        "timestamp: move the date",
+    ]
+
+
+def test_breakers_as_json_are_what_the_server_says_and_none_are_said_to_be_none(kvist, server):
+    url, handler = server
+    handler.body = json.dumps({"object": "list", "window_s": 3600, "data": []})
+    result = kvist("cache", "breakers", "--url", url, "--api-key", "right", "--json")
+    assert json.loads(result.stdout) == json.loads(handler.body)
+    result = kvist("cache", "breakers", "--url", url, "--api-key", "right")
+    assert "nothing within the last hour" in result.stdout
 
 
 def test_there_is_advice_for_every_reason():
