@@ -113,7 +113,9 @@ def breakers(
     for row in document["data"]:
         cells = (row["part"] or "-", row["kind"], _shown(row["example"]))
         table.add_row(f"{row['tokens_per_hour']:,}", f"{row['count']:,}", *map(Text, cells))
-    console.print(table, width=max(console.width, MIN_BREAKERS_WIDTH))
+    # As in ``stats``; an example is only of use as a whole.
+    console.width = max(console.width, MIN_BREAKERS_WIDTH)
+    console.print(table)
     for kind in dict.fromkeys(row["kind"] for row in document["data"]):
         hint = next(row["hint"] for row in document["data"] if row["kind"] == kind)
         console.print(Text(f"{kind}: {hint}"))

@@ -20,8 +20,8 @@ from starlette.responses import Response
 
 from kvist.errors import EngineError, EngineStopped, UnsupportedParameter
 from kvist.server.auth import Keyring
-from kvist.server.breakers import WINDOW_MINUTES, Breaker, Breakers, find_breaker
 from kvist.server.body import check_headers, parse_object, read_body
+from kvist.server.breakers import WINDOW_MINUTES, Breaker, Breakers, find_breaker
 from kvist.server.endpoints import Job, prepare_chat, prepare_completion, unknown_model
 from kvist.server.errors import (
     ClientDisconnected,

@@ -10,7 +10,7 @@ reused.
 Invariant: what one tenant sent is counted and told for that tenant only.
 
 Bounds: ``MAX_PLACES`` places for each tenant, an example of ``MAX_EXAMPLE_LEN`` characters and sixty counts for each
-place. A difference is looked at once, in texts of ``MAX_TEXT_LEN`` characters at most: a millisecond, in a worker thread.
+place. A difference is looked at once, in texts of ``MAX_TEXT_LEN`` characters: a millisecond, in a worker thread.
 """
 
 from __future__ import annotations
