@@ -219,8 +219,15 @@ class ServerConfig:
         1.0,
         "seconds that running requests get to finish after SIGTERM; new ones are refused with 503",
     )
+    prefill_rendered_history: str = option(
+        "off",
+        "while nothing else runs, compute what a conversation's next turn will send, where its chat template does not "
+        "write what was generated",
+        choices=("on", "off"),
+    )
 
     def __post_init__(self) -> None:
+        check_choices(self)
         _check_types(self)
         if not 0 <= self.port <= 65535:
             msg = f"[config] --port must be in [0, 65535], received {self.port}"

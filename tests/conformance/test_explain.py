@@ -322,6 +322,13 @@ def test_an_answer_that_was_asked_says_what_was_reused_and_why_not_the_rest(app)
         "recomputed_tokens": 0,
         "miss": MISS,
         "spans": [MISS],
+        "rerendered": {
+            "is_same": True,
+            "position": num_prompt + 2,
+            "tokens_lost": 0,
+            "generated": None,
+            "rendered": None,
+        },
     }
     again = ask(app, OTHER, kvist_explain=True).json()["kvist"]
     assert (again["reused_tokens"], again["miss"], again["spans"]) == (num_prompt - 1, None, [])

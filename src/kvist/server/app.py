@@ -15,6 +15,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI
+from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -43,6 +44,7 @@ from kvist.server.explanation import (
 )
 from kvist.server.generation import Call, Gate, call_usage, watched
 from kvist.server.metrics import EngineCollector, Refusals, exposition
+from kvist.server.rerender import Rerenders
 from kvist.server.stream import EventStream
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from kvist.config import ServerConfig
     from kvist.server.generation import ChoiceOutput
     from kvist.server.ports import ServedEngine, ServedTokenizer
+    from kvist.server.rerender import Check
 
     Prepare = Callable[[dict[str, Any], ServedEngine, str], Job]  # Any: a JSON document
 
@@ -115,7 +118,8 @@ class _Routes:
         self._history = History()
         self._breakers = Breakers()
         self._refusals = Refusals()
-        self._collector = EngineCollector(engine, self._model, self._refusals)
+        self._rerenders = Rerenders(engine, computes_ahead=config.prefill_rendered_history == "on")
+        self._collector = EngineCollector(engine, self._model, self._refusals, self._rerenders)
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
@@ -210,30 +214,37 @@ class _Routes:
         body = await self._unless_aborted(read_body(request.receive, self._max_body_bytes))
         # Parsing and tokenising take milliseconds a megabyte, which other clients' streams need not wait for.
         job = await self._unless_aborted(asyncio.to_thread(self._prepare, body, prepare))
+        self._rerenders.make_way()
         call = Call.submit(
             self._engine, job, tenant=tenant, gate=self._gate, received_ns=received_ns
         )
+        check = self._rerenders.of(job, call.outputs, tenant)
+        after = partial(self._rerenders.start, check)
         if job.is_stream:
-            explain = partial(self._explain, job, call, tenant)
-            return EventStream(job, call, explain, self._refusals.note)
+            explain = partial(self._explain, job, call, check)
+            return EventStream(job, call, explain, self._refusals.note, after)
         async with watched(call, request.receive):
             await call.run()
         answer = job.answer.whole(call.outputs, call_usage(call.outputs, call.n))
-        answer.update(await self._explain(job, call, tenant))
-        return json_response(answer, headers={"X-Request-Id": job.request_id})
+        answer.update(await self._explain(job, call, check))
+        response = json_response(answer, headers={"X-Request-Id": job.request_id})
+        response.background = BackgroundTask(_called_here, after)
+        return response
 
-    async def _explain(self, job: Job, call: Call, tenant: str) -> dict[str, Any]:  # Any: JSON
+    async def _explain(self, job: Job, call: Call, check: Check) -> dict[str, Any]:  # Any: JSON
         """Keep what is to be told of a finished call, and return what its answer says of it."""
         outputs, tokenizer = call.outputs, self._engine.tokenizer
         if has_miss(outputs):
             # The messages are searched for, which other clients' streams need not wait for.
             explanation, found = await asyncio.to_thread(_explained, job, outputs, tokenizer)
-            self._breakers.note(tenant, found)
+            self._breakers.note(check.tenant, found)
         else:
             explanation = explain_call(job, outputs, tokenizer)
-        self._history.add(job.request_id, tenant, explanation)
+        self._history.add(job.request_id, check.tenant, explanation)
+        check.explanation = explanation
         if not job.wants_explanation:
             return {}
+        await check.run()
         return {
             "kvist": explanation,
             "prompt_cache_diagnostics": openai_diagnostics(explanation),
@@ -274,6 +285,11 @@ class _Routes:
             "created": self._created,
             "owned_by": "kvist",
         }
+
+
+async def _called_here(function: Callable[[], None]) -> None:
+    # Starlette calls what is no coroutine function in a thread.
+    function()
 
 
 def _explained(

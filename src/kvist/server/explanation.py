@@ -67,7 +67,7 @@ def explain_call(job: Job, outputs: Sequence[ChoiceOutput], tokenizer: ServedTok
         for name in ("reused_tokens", "computed_tokens", "recomputed_tokens")
     }
     miss = next((document["miss"] for document in each if document["miss"]), None)
-    return {**totals, "miss": miss, "prompts": each}
+    return {**totals, "miss": miss, "prompts": each, "rerendered": None}
 
 
 def differences(
@@ -141,6 +141,8 @@ def explain_prompt(prompt: Prompt, usage: Usage, tokenizer: ServedTokenizer) -> 
         # The one that cost the most; of equals the first.
         "miss": max(spans, key=lambda span: int(span["tokens_lost"]), default=None),
         "spans": spans,
+        # Filled in by ``rerender``, where the prompt is a chat.
+        "rerendered": None,
     }
 
 

@@ -47,6 +47,7 @@ class ChoiceOutput:
     """Everything that one choice has produced so far."""
 
     text: str = ""
+    token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
@@ -54,6 +55,7 @@ class ChoiceOutput:
     def add(self, chunk: OutputChunk) -> None:
         """Append a chunk of this choice."""
         self.text += chunk.text
+        self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs
         self.finish_reason = chunk.finish_reason
         self.usage = chunk.usage

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from kvist.engine.metrics import HistogramStats, RequestStats
     from kvist.sched.report import SchedulerStats
     from kvist.server.ports import ServedEngine
+    from kvist.server.rerender import Rerenders
 
 _BY_ERROR: Mapping[type[Exception], str] = {
     # In this order: the first that fits.
@@ -84,12 +85,20 @@ class EngineCollector(Collector):
         engine: Asked for a snapshot at each scrape.
         model: The name that is served.
         refusals: The server's own counts.
+        rerenders: As refusals, of answers rendered as history; None: they are not looked at.
     """
 
-    def __init__(self, engine: ServedEngine, model: str, refusals: Refusals) -> None:
+    def __init__(
+        self,
+        engine: ServedEngine,
+        model: str,
+        refusals: Refusals,
+        rerenders: Rerenders | None = None,
+    ) -> None:
         self._engine = engine
         self._model = model
         self._refusals = refusals
+        self._rerenders = rerenders
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric."""
@@ -111,6 +120,8 @@ class EngineCollector(Collector):
             "reason",
             self._refusals.counts,
         )
+        if self._rerenders is not None:
+            yield from _rerendered(self._rerenders)
 
 
 def exposition(collector: Collector, accept: str) -> tuple[bytes, str]:
@@ -144,6 +155,25 @@ def _reuse(requests: RequestStats, cache: CacheStats) -> Iterator[Metric]:
     )
     yield _by(
         "kvist_sequences", "Sequences that ended, by how.", "finish_reason", requests.finished
+    )
+
+
+def _rerendered(rerenders: Rerenders) -> Iterator[Metric]:
+    yield _by(
+        "kvist_rerendered_answers",
+        "Chat answers that were rendered as history, by whether that gave the tokens that were generated.",
+        "result",
+        rerenders.counts,
+    )
+    yield _counter(
+        "kvist_rerendered_lost_tokens",
+        "Computed tokens that a next turn cannot reuse because its history is rendered differently.",
+        rerenders.num_lost_tokens,
+    )
+    yield _counter(
+        "kvist_prefilled_history_tokens",
+        "Tokens computed ahead, for the next turn of a conversation.",
+        rerenders.num_ahead_tokens,
     )
 
 

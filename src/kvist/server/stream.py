@@ -43,6 +43,7 @@ class EventStream(Response):
         call: Call,
         explain: Callable[[], Awaitable[dict[str, Any]]],  # Any: JSON
         note_error: Callable[[Exception], None],
+        after: Callable[[], None],
     ) -> None:
         """Make the response.
 
@@ -51,6 +52,7 @@ class EventStream(Response):
             call: Submitted.
             explain: Called once the call is finished; returns what the last piece has beside the output.
             note_error: Told of what ended the stream before its end, unless the client did.
+            after: Called once a complete answer was sent.
         """
         super().__init__(
             headers={
@@ -66,6 +68,7 @@ class EventStream(Response):
         self._call = call
         self._explain = explain
         self._note_error = note_error
+        self._after = after
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002  # ASGI
         """Send the answer while it is computed; returns when it is complete or nobody listens."""
@@ -86,6 +89,8 @@ class EventStream(Response):
                     logger.exception("[server] %s failed in mid-stream", self._job.request_id)
                 end = _event(reply.envelope)
             await send({"type": "http.response.body", "body": end, "more_body": False})
+            if end is END:
+                self._after()
 
     async def _send_pieces(self, call: Call, send: Send) -> None:
         answer = self._job.answer
@@ -93,6 +98,9 @@ class EventStream(Response):
         async for batch in call.batches():
             pieces = [piece for item in batch for piece in answer.pieces(item)]
             if call.is_finished:
+                # All of the output goes out before anything is explained.
+                await self._send(pieces[:-1], send)
+                del pieces[:-1]
                 extras = await self._explain()
                 if self._job.wants_usage_chunk:
                     pieces.append(answer.usage_piece(call_usage(call.outputs, call.n)))
