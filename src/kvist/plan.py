@@ -147,6 +147,8 @@ class EnginePlan:
     """Fraction of the pool that pins may hold; no request may need more than the rest."""
     explain_blocks: int = 32768
     """Blocks remembered after they left the cache."""
+    layer_windows: tuple[int, ...] = ()
+    """Sliding window of each layer, 0: none; empty where nobody asks."""
     schedule: str
     """Order of waiting requests."""
     max_overtakes: int
@@ -282,6 +284,7 @@ def resolve(config: EngineConfig, spec: ModelSpec, hardware: Hardware) -> Engine
         prefix_cache=keep_kv and config.cache.prefix_cache == "on",
         keep_kv=keep_kv,
         explain_blocks=config.cache.explain_blocks,
+        layer_windows=tuple(layer.window or 0 for layer in spec.layers),
         eviction=config.cache.eviction,
         cache_shares=tuple(sorted(config.cache.cache_share.items())),
         cache_ttl_s=config.cache.cache_ttl_s or 0.0,

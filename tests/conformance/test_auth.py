@@ -21,6 +21,7 @@ PROTECTED = [
     ("GET", "/v1/models", None),
     ("GET", "/v1/models/fake-1", None),
     ("GET", "/v1/cache/stats", None),
+    ("GET", "/v1/cache/breakers", None),
 ]
 
 
@@ -100,7 +101,7 @@ def test_health_tells_what_only_a_restart_helps_from_what_passes(engine, ready, 
 def test_cache_statistics_are_the_engine_s():
     app = create_app(FakeEngine(), ServerConfig(api_key=("key-1",)))
     answer = request(app, "GET", "/v1/cache/stats", headers=with_key("key-1"))
-    assert answer.json() == {"cache": {"num_hits": 3}, "num_steps": 0}
+    assert answer.json() == {"cache": {"num_hits": 3}, "num_steps": 0, "recent_requests": []}
 
 
 def test_each_key_has_a_namespace_of_its_own():

@@ -510,6 +510,25 @@ def test_the_log_line_says_why_and_holds_no_text(app, caplog):
     assert "thick" not in caplog.text
 
 
+def test_statistics_show_the_latest_requests_of_the_same_key_without_their_text(engine):
+    app = create_app(engine, ServerConfig(api_key=("key-1", "key-2")))
+    first = ask(app, CHAT, key="key-1").json()["id"]
+    second = ask(app, OTHER, key="key-1").json()["id"]
+    answer = request(app, "GET", "/v1/cache/stats", headers={"authorization": "Bearer key-1"})
+    rows = answer.json()["recent_requests"]
+    assert [row["id"] for row in rows] == [second, first]
+    assert rows[0] == {
+        "id": second,
+        "reused_tokens": 16,
+        "computed_tokens": 24,
+        "recomputed_tokens": 0,
+        "miss": {name: MISS[name] for name in ("reason", "part", "position", "tokens_lost")},
+    }
+    assert b"thick" not in answer.body
+    other = request(app, "GET", "/v1/cache/stats", headers={"authorization": "Bearer key-2"})
+    assert other.json()["recent_requests"] == []
+
+
 def test_history_is_bounded():
     history = History(max_calls=2)
     for name in "abc":

@@ -128,8 +128,11 @@ def test_numbers_are_those_of_what_was_served(app, engine):
     num_steps = got["kvist_steps_total",]
     for phase in ("schedule", "forward", "sample", "apply"):
         assert got["kvist_step_seconds_count", phase] == num_steps
-    states = [got["kvist_blocks", "float32", state] for state in ("held", "free", "evictable")]
+    states = [
+        got["kvist_blocks", "float32", state, "device"] for state in ("held", "free", "evictable")
+    ]
     assert sum(states) == 64
+    assert got["kvist_block_bytes",] == 1
     assert got["kvist_info", "float32", "fake", kvist.__version__] == 1
 
 

@@ -54,11 +54,13 @@ def stats(
     api_key: ApiKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the counters as JSON")] = False,
 ) -> None:
-    """Show the counters of a running server's cache, scheduler and requests."""
+    """Show the counters of a running server, its memory by layer, and the latest requests of this API key."""
     document = _fetch(url, "/v1/cache/stats", api_key)
     if as_json:
         print_json(document)
         return
+    recent = document.pop("recent_requests", [])
+    layers = document.get("memory", {}).pop("layers", [])
     table = Table("counter", "value", box=None)
     table.columns[1].justify = "right"
     for name, value in _flattened(document):
@@ -66,6 +68,14 @@ def stats(
     console = result_console()
     # Not cut where the terminal ends: the end of a line is the number.
     console.print(table, width=max(console.width, MIN_TABLE_WIDTH))
+    for title, rows in (
+        ("one layer of each kind", layers),
+        ("latest requests", [_request_row(row) for row in recent]),
+    ):
+        if rows:
+            console.print(f"\n{title}:")
+            console.width = max(console.width, MIN_TABLE_WIDTH)
+            console.print(_row_table(rows))
 
 
 @app.command()
@@ -138,6 +148,32 @@ def explained(prompt: dict[str, Any]) -> Iterator[str]:  # Any: JSON values
         for side in ("expected", "received"):
             if span[side] is not None:
                 yield f"    {side}: {_shown(span['before'])} | {_shown(span[side])}"
+
+
+def _request_row(row: dict[str, Any]) -> dict[str, Any]:  # Any: JSON values
+    """Return what is shown of a finished request: a share instead of counts that need working out."""
+    num_prompt = row["reused_tokens"] + row["computed_tokens"]
+    miss = row["miss"] or {"reason": "-", "part": None, "tokens_lost": 0}
+    return {
+        "id": row["id"],
+        "prompt": num_prompt,
+        "reused": row["reused_tokens"],
+        "share": f"{row['reused_tokens'] / num_prompt:.0%}",
+        "recomputed": row["recomputed_tokens"],
+        "miss": miss["reason"],
+        "part": miss["part"] or "-",
+        "lost": miss["tokens_lost"],
+    }
+
+
+def _row_table(rows: list[dict[str, Any]]) -> Table:  # Any: JSON values
+    table = Table(*rows[0], box=None)
+    for row in rows:
+        cells = (f"{value:,}" if isinstance(value, int) else str(value) for value in row.values())
+        table.add_row(*map(Text, cells))
+    for column, value in zip(table.columns, rows[0].values(), strict=True):
+        column.justify = "right" if isinstance(value, int) else "left"
+    return table
 
 
 def _shown(text: str) -> str:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from kvist.config import MAX_TTL_S
 from kvist.engine.core import EngineCore, RequestFailure, RequestGroup
+from kvist.engine.memory_stats import MemoryStats, memory_stats
 from kvist.engine.stream import RequestStream
 from kvist.errors import (
     EngineError,
@@ -83,6 +84,8 @@ class EngineStats:
     num_failed_requests: int
     requests: RequestStats
     """Hits, latencies and the parts of a step, by sequence."""
+    memory: MemoryStats
+    """The pool in bytes, by state and by layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +242,7 @@ class AsyncEngine:
             num_aborted_requests=core.num_aborted,
             num_failed_requests=core.num_failed,
             requests=core.requests,
+            memory=memory_stats(self.plan, core.cache, core.requests),
         )
 
     def close(self, drain_s: float = 0.0) -> None:

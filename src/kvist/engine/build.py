@@ -147,6 +147,7 @@ def assemble(
         scheduler=scheduler,
         runner=make_runner(decoder, arena),
         tokenizer=tokenizer,
+        windows=sorted(set(plan.layer_windows) - {0}),
     )
 
 

@@ -28,7 +28,7 @@ from kvist.sched.request import Request
 from kvist.types import FinishReason, OutputChunk, RequestId, TokenId
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from kvist.cache.manager import CacheManager
     from kvist.cache.stats import CacheStats
@@ -128,7 +128,7 @@ class EngineCore:
     Threads: one owner; nothing here is locked.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # one for each part
         self,
         *,
         namespace: Namespace,
@@ -136,6 +136,7 @@ class EngineCore:
         scheduler: Scheduler,
         runner: Runner,
         tokenizer: Tokenizer,
+        windows: Iterable[int] = (),
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         """Take ownership of the parts.
@@ -146,6 +147,7 @@ class EngineCore:
             scheduler: Nothing added yet.
             runner: Computes the scheduler's plans.
             tokenizer: Only read; may be shared with other threads.
+            windows: The sliding windows that the model's layers have; only counted by.
             clock: Monotonic nanoseconds.
         """
         self._namespace = namespace
@@ -163,7 +165,7 @@ class EngineCore:
         self._num_finished = 0
         self._num_aborted = 0
         self._num_failed = 0
-        self._metrics = RequestMetrics()
+        self._metrics = RequestMetrics(windows)
 
     @property
     def has_work(self) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvist.types import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from kvist.sched.request import Request
 
@@ -78,6 +78,8 @@ class RequestStats:
     """Of the sequences that ended after they had been admitted."""
     num_reused_tokens: int
     """Subset of num_prompt_tokens: those that came out of the cache."""
+    reused_by_window: Mapping[int, int]
+    """Subsets of num_reused_tokens, by sliding window: those in the window of the first token computed."""
     num_output_tokens: int
     """Produced by the sequences that ended."""
     finished: Mapping[str, int]
@@ -105,9 +107,14 @@ class RequestStats:
 
 
 class RequestMetrics:
-    """Counts what ``RequestStats`` tells."""
+    """Counts what ``RequestStats`` tells.
 
-    def __init__(self) -> None:
+    Args:
+        windows: The sliding windows that the model's layers have, each once.
+    """
+
+    def __init__(self, windows: Iterable[int] = ()) -> None:
+        self._reused_by_window = dict.fromkeys(windows, 0)
         self._num_prompt_tokens = 0
         self._num_reused_tokens = 0
         self._num_output_tokens = 0
@@ -157,6 +164,8 @@ class RequestMetrics:
             return  # never started
         self._num_prompt_tokens += request.num_prompt_tokens
         self._num_reused_tokens += request.num_cached_tokens
+        for window in self._reused_by_window:
+            self._reused_by_window[window] += min(request.num_cached_tokens, window - 1)
         self._hit_tokens.observe(request.num_cached_tokens)
         self._queue.observe((request.admitted_ns - request.arrival_ns) / 1e9)
 
@@ -166,6 +175,7 @@ class RequestMetrics:
         return RequestStats(
             num_prompt_tokens=self._num_prompt_tokens,
             num_reused_tokens=self._num_reused_tokens,
+            reused_by_window=self._reused_by_window.copy(),
             num_output_tokens=self._num_output_tokens,
             finished=dict(self._finished),
             hit_tokens=self._hit_tokens.stats(),

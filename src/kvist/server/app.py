@@ -143,9 +143,10 @@ class _Routes:
         return json_response(self._model_json())
 
     async def cache_stats(self, request: Request) -> Response:
-        """GET /v1/cache/stats: the engine's counters."""
-        self._tenant(request)
-        return json_response(dataclasses.asdict(self._engine.stats()))
+        """GET /v1/cache/stats: the engine's counters, and the latest requests of the same API key."""
+        tenant = self._tenant(request)
+        document = dataclasses.asdict(self._engine.stats())
+        return json_response({**document, "recent_requests": self._history.recent(tenant)})
 
     async def cache_explain(self, request: Request) -> Response:
         """GET /v1/cache/explain/{id}: why a finished call of the same API key was not all hits."""

@@ -14,7 +14,7 @@ earlier response that the client names; here it is the nearest earlier prompt.
 from __future__ import annotations
 
 from collections import OrderedDict
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
 from kvist.server.breakers import MAX_BEFORE_LEN, Difference
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     Json = dict[str, Any]  # Any: a JSON document
 
+MAX_RECENT = 20
+"""Finished calls shown beside the statistics."""
 MAX_HISTORY = 1024
 """Finished calls that can be asked about; each is about a kilobyte."""
 NUM_BEFORE = 8
@@ -213,6 +215,29 @@ class History:
         """Return the explanation of a call of this tenant; None for what is unknown and for anybody else's."""
         owner, explanation = self._calls.get(request_id, ("", None))
         return explanation if owner == tenant else None
+
+    def recent(self, tenant: str) -> list[Json]:
+        """Return a line about each of this tenant's latest calls, the latest first. O(calls of everybody)."""
+        own = (
+            summary(request_id, explanation)
+            for request_id, (owner, explanation) in reversed(self._calls.items())
+            if owner == tenant
+        )
+        return list(islice(own, MAX_RECENT))
+
+
+def summary(request_id: str, explanation: Json) -> Json:
+    """Return a line about a finished call: counts and its costliest miss, without a word of the prompt."""
+    miss = explanation["miss"]
+    return {
+        "id": request_id,
+        "reused_tokens": explanation["reused_tokens"],
+        "computed_tokens": explanation["computed_tokens"],
+        "recomputed_tokens": explanation["recomputed_tokens"],
+        "miss": None
+        if miss is None
+        else {name: miss[name] for name in ("reason", "part", "position", "tokens_lost")},
+    }
 
 
 def _spans(prompt: Prompt, report: MissReport, tokenizer: ServedTokenizer) -> list[Json]:

@@ -59,6 +59,8 @@ _BY_STATUS: Mapping[int, str] = {
     HTTPStatus.NOT_FOUND: "unknown_model",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "body_too_large",
 }
+TIER = "device"
+"""Where all blocks are: in the memory that attention reads them from."""
 REFUSALS = (*_BY_ERROR.values(), *_BY_STATUS.values(), "internal")
 """Why a request to generate was answered with an error."""
 
@@ -108,6 +110,7 @@ class EngineCollector(Collector):
         yield InfoMetricFamily("kvist", "What is served.", labels)
         yield from _reuse(stats.requests, stats.cache)
         yield from _blocks(stats.cache, codec)
+        yield _gauge("kvist_block_bytes", "Bytes of a block, all layers.", stats.memory.block_bytes)
         yield from _work(stats.scheduler)
         yield from _latencies(stats.requests)
         yield _counter("kvist_busy_seconds", "Time spent in steps.", stats.busy_s)
@@ -179,11 +182,11 @@ def _rerendered(rerenders: Rerenders) -> Iterator[Metric]:
 
 def _blocks(cache: CacheStats, codec: str) -> Iterator[Metric]:
     blocks = GaugeMetricFamily(
-        "kvist_blocks", "Blocks of the pool, by state.", labels=("state", "codec")
+        "kvist_blocks", "Blocks of the pool, by state.", labels=("state", "codec", "tier")
     )
     states = {"free": cache.num_free, "evictable": cache.num_evictable, "held": cache.num_held}
     for state, count in states.items():
-        blocks.add_metric((state, codec), count)
+        blocks.add_metric((state, codec, TIER), count)
     yield blocks
     if cache.bytes_by_codec:
         by_codec = GaugeMetricFamily(

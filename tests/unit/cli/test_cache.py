@@ -67,6 +67,36 @@ def test_table_names_nested_counters(kvist, server):
     assert "is_running True" in text
 
 
+def test_layers_and_the_latest_requests_have_tables_of_their_own(kvist, server):
+    url, handler = server
+    layer = {"num_layers": 15, "window": 512, "block_bytes": 16384, "num_read_tokens": 511}
+    miss = {"reason": "tokens_differ", "part": "system", "position": 5, "tokens_lost": 70}
+    row = {"reused_tokens": 25, "computed_tokens": 75, "recomputed_tokens": 0}
+    handler.body = json.dumps(
+        {
+            "memory": {"block_bytes": 1048576, "layers": [layer, {**layer, "window": None}]},
+            "recent_requests": [
+                {"id": "chatcmpl-2", **row, "miss": miss},
+                {"id": "chatcmpl-1", **row, "miss": None},
+            ],
+        }
+    )
+    result = kvist("cache", "stats", "--url", url, "--api-key", "right")
+    assert result.exit_code == 0
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert "memory.block_bytes 1,048,576" in lines
+    assert lines[lines.index("one layer of each kind:") + 1 :][:3] == [
+        "num_layers window block_bytes num_read_tokens",
+        "15 512 16,384 511",
+        "15 None 16,384 511",
+    ]
+    assert lines[lines.index("latest requests:") + 1 :] == [
+        "id prompt reused share recomputed miss part lost",
+        "chatcmpl-2 100 25 25% 0 tokens_differ system 70",
+        "chatcmpl-1 100 25 25% 0 - - 0",
+    ]
+
+
 def test_a_missing_key_is_said_to_be_one(kvist, server):
     url, _ = server
     result = kvist("cache", "stats", "--url", url)

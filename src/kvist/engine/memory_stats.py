@@ -1,0 +1,88 @@
+"""What the blocks are in bytes, by state and by layer.
+
+Responsible for turning counts of blocks into memory, and for what each kind of layer made of reused tokens. Knows no
+manager and no arena.
+
+A block holds all layers (``spec.KVSpec``), so every layer has the same number of blocks and of bytes, sliding windows
+or not. What differs is how much of it a layer reads: one with a window never attends to a position further back than
+that, so of a long hit it needed the end only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvist.cache.stats import CacheStats
+    from kvist.engine.metrics import RequestStats
+    from kvist.plan import EnginePlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerStats:
+    """Layers that have the same window, each of them alike."""
+
+    num_layers: int
+    window: int | None
+    """Positions that a query attends to, its own included; None: all."""
+    block_bytes: int
+    """Of one block, what is one layer's."""
+    held_bytes: int
+    """One layer's part of the blocks that leases or pins hold."""
+    evictable_bytes: int
+    """One layer's part of the cached blocks that nobody holds."""
+    num_reused_tokens: int
+    """Prompt tokens of ended sequences whose K and V came out of the cache."""
+    num_read_tokens: int
+    """Subset of num_reused_tokens: those that the first token computed could attend to in such a layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryStats:
+    """The pool in bytes, at one moment."""
+
+    codec: str
+    """In which all blocks are kept."""
+    block_bytes: int
+    """One block, all layers."""
+    bytes_by_state: Mapping[str, int]
+    """Free, evictable and held; together the pool."""
+    layers: tuple[LayerStats, ...]
+    """By window, in the order of the model; empty where the model's layers are not known."""
+
+
+def memory_stats(plan: EnginePlan, cache: CacheStats, requests: RequestStats) -> MemoryStats:
+    """Return the pool of a plan in bytes.
+
+    Args:
+        plan: Sizes and windows.
+        cache: Blocks by state.
+        requests: What ended sequences reused.
+    """
+    block_bytes = plan.kv_bytes // plan.num_blocks
+    states = {"free": cache.num_free, "evictable": cache.num_evictable, "held": cache.num_held}
+    windows = Counter(plan.layer_windows)
+    layer_bytes = block_bytes // max(1, len(plan.layer_windows))
+    return MemoryStats(
+        codec=plan.codec,
+        block_bytes=block_bytes,
+        bytes_by_state={state: count * block_bytes for state, count in states.items()},
+        layers=tuple(
+            LayerStats(
+                num_layers=num_layers,
+                window=window or None,
+                block_bytes=layer_bytes,
+                held_bytes=cache.num_held * layer_bytes,
+                evictable_bytes=cache.num_evictable * layer_bytes,
+                num_reused_tokens=requests.num_reused_tokens,
+                num_read_tokens=(
+                    requests.reused_by_window[window] if window else requests.num_reused_tokens
+                ),
+            )
+            for window, num_layers in windows.items()
+        ),
+    )
