@@ -225,6 +225,11 @@ class ServerConfig:
         "write what was generated",
         choices=("on", "off"),
     )
+    otel_endpoint: str | None = option(
+        None,
+        "URL that takes OpenTelemetry spans over HTTP, such as http://127.0.0.1:4318; needs kvist[otel]; default: "
+        "OTEL_EXPORTER_OTLP_ENDPOINT, or no spans",
+    )
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -234,6 +239,10 @@ class ServerConfig:
             raise ConfigError(msg)
         if not 0.0 < self.max_body_mib <= 1024.0:
             msg = f"[config] --max-body-mib must be in (0, 1024], received {self.max_body_mib}"
+            raise ConfigError(msg)
+        endpoint = self.otel_endpoint
+        if endpoint is not None and not re.match(r"https?://[^\s/]+", endpoint):
+            msg = f"[config] --otel-endpoint must be an http:// or https:// URL, received {endpoint!r}"
             raise ConfigError(msg)
         if not 0.0 <= self.drain_s < float("inf"):
             msg = f"[config] --drain-s must be a number of seconds, 0 or more, received {self.drain_s}"

@@ -8,7 +8,13 @@ import, so tests and embedding programs may set variables at any time.
     KVIST_ISA         instruction set of the native kernels, for tests and bug reports; read by the extension itself,
                       at the first kernel; default: the best that the CPU has
 
-``HF_TOKEN``, ``HF_ENDPOINT`` and their kin are read by huggingface-hub, pip's variables by pip.
+    OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_EXPORTER_OTLP_TRACES_ENDPOINT
+                      where spans of requests go; default: nowhere
+    OTEL_EXPORTER_OTLP_PROTOCOL, OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, OTEL_TRACES_EXPORTER, OTEL_SDK_DISABLED
+                      whether that is so, and in a way that Kvist speaks
+
+``HF_TOKEN``, ``HF_ENDPOINT`` and their kin are read by huggingface-hub, pip's variables by pip, the other ``OTEL_*`` by
+OpenTelemetry's libraries.
 """
 
 from __future__ import annotations
@@ -57,6 +63,34 @@ def bench_folder() -> Path:
         ConfigError: As ``models_folder``.
     """
     return _cache_folder() / "kvist" / "bench"
+
+
+def has_otel_endpoint() -> bool:
+    """Return whether OpenTelemetry's own variables say where spans go.
+
+    Raises:
+        ConfigError: They do, and ask for a protocol other than OTLP over HTTP.
+    """
+    read = os.environ.get
+    kinds = ("TRACES_ENDPOINT", "ENDPOINT")
+    is_on = any(read(f"OTEL_EXPORTER_OTLP_{kind}", "").strip() for kind in kinds)
+    is_off = read("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    if not is_on or is_off or read("OTEL_TRACES_EXPORTER", "otlp").strip() == "none":
+        return False
+    name = next(
+        (
+            name
+            for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+            if read(name)
+        ),
+        "",
+    )
+    if name and read(name) != "http/protobuf":
+        raise ConfigError(
+            f"[environment] {name} must be http/protobuf, the one way in which Kvist sends spans, received "
+            f"{read(name)!r}; unset it, or set OTEL_TRACES_EXPORTER=none"
+        )
+    return True
 
 
 def child_environment(**changes: str) -> dict[str, str]:

@@ -285,6 +285,8 @@ class Usage:
     """Times the sequence lost its blocks and was recomputed."""
     num_recomputed_tokens: int = 0
     """Subset of num_computed_tokens: positions that had been computed or cached for the sequence before."""
+    queue_s: float | None = field(default=None, compare=False)
+    """Seconds from the scheduler taking the sequence to its first admission; None: it never started."""
     miss: MissReport | None = None
     """Why the rest of the prompt was not reused; None: all of it but the last token was, or it never started."""
     num_retained_tokens: int | None = None

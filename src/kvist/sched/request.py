@@ -198,6 +198,9 @@ class Request:
             num_output_tokens=self.num_output_tokens,
             num_preemptions=self.num_preemptions,
             num_recomputed_tokens=self.num_recomputed_tokens,
+            queue_s=None
+            if self.admitted_ns is None
+            else (self.admitted_ns - self.arrival_ns) / 1e9,
             miss=self.miss,
             num_retained_tokens=None if self.keep is None else self.num_retained_tokens,
             num_pinned_tokens=self.num_pinned_tokens

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from kvist.server.generation import ChoiceOutput
     from kvist.server.ports import ServedEngine, ServedTokenizer
     from kvist.server.rerender import Check
+    from kvist.server.tracing import Tracing
 
     Prepare = Callable[[dict[str, Any], ServedEngine, str], Job]  # Any: a JSON document
 
@@ -67,12 +68,15 @@ CLIENT_CLOSED_REQUEST = 499
 """Never on the wire: the status of an answer that nobody is left to receive."""
 
 
-def create_app(engine: ServedEngine, config: ServerConfig) -> FastAPI:
+def create_app(
+    engine: ServedEngine, config: ServerConfig, tracing: Tracing | None = None
+) -> FastAPI:
     """Return the ASGI application that serves ``engine``.
 
     Args:
         engine: Started, or about to be, by the caller, who also stops it.
         config: Keys, body limit and served name; host and port are for ``run.serve``.
+        tracing: Told of every request that ended; None: nobody wants spans.
 
     Returns:
         The application; ``app.state.gate`` closes it and aborts what runs.
@@ -90,7 +94,7 @@ def create_app(engine: ServedEngine, config: ServerConfig) -> FastAPI:
     app.add_exception_handler(HttpError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ClientDisconnected, _on_disconnect)
-    routes = _Routes(engine, config, app.state.gate)
+    routes = _Routes(engine, config, app.state.gate, tracing)
     app.add_route("/v1/completions", routes.completions, methods=["POST"])
     app.add_route("/v1/chat/completions", routes.chat_completions, methods=["POST"])
     app.add_route("/v1/models", routes.models, methods=["GET"])
@@ -108,8 +112,11 @@ def create_app(engine: ServedEngine, config: ServerConfig) -> FastAPI:
 class _Routes:
     """The handlers of one application."""
 
-    def __init__(self, engine: ServedEngine, config: ServerConfig, gate: Gate) -> None:
+    def __init__(
+        self, engine: ServedEngine, config: ServerConfig, gate: Gate, tracing: Tracing | None
+    ) -> None:
         self._engine = engine
+        self._tracing = tracing
         self._gate = gate
         self._keyring = Keyring.from_config(config)
         self._max_body_bytes = int(config.max_body_mib * 2**20)
@@ -216,8 +223,14 @@ class _Routes:
         # Parsing and tokenising take milliseconds a megabyte, which other clients' streams need not wait for.
         job = await self._unless_aborted(asyncio.to_thread(self._prepare, body, prepare))
         self._rerenders.make_way()
+        tracing = self._tracing
         call = Call.submit(
-            self._engine, job, tenant=tenant, gate=self._gate, received_ns=received_ns
+            self._engine,
+            job,
+            tenant=tenant,
+            gate=self._gate,
+            received_ns=received_ns,
+            on_end=None if tracing is None else partial(tracing.record, headers=request.headers),
         )
         check = self._rerenders.of(job, call.outputs, tenant)
         after = partial(self._rerenders.start, check)

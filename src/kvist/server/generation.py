@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvist.server.body import Receive
     from kvist.server.endpoints import Job
     from kvist.server.ports import ServedEngine, ServedStream
+    from kvist.types import MissSpan
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +114,28 @@ def _sum_of_largest(by_prompt: Sequence[Sequence[int | None]]) -> int | None:
     return sum(map(max, given)) if all(given) else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRecord:
+    """What became of a call. Times are the monotonic clock's, in nanoseconds."""
+
+    request_id: str
+    received_ns: int
+    submitted_ns: int
+    queue_s: float | None
+    """From then to the first admission of any of its sequences; None: not known, or never."""
+    first_token_ns: int | None
+    last_token_ns: int | None
+    ended_ns: int
+    usage: CallUsage | None
+    """None: it did not finish."""
+    finish_reasons: tuple[str, ...]
+    """Of its choices; empty when it did not finish."""
+    miss: MissSpan | None
+    """The costliest miss of its first prompt that had one."""
+    error: Exception | None
+    """What ended it, if it did not finish."""
+
+
 class Gate:
     """Whether calls may enter, and which ones are inside.
 
@@ -180,7 +203,7 @@ class Call:
     Use it as an async context manager; leaving it cancels whatever has not finished. One consumer, one event loop.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # made by ``submit``
         self,
         request_id: str,
         streams: Sequence[ServedStream],
@@ -188,6 +211,7 @@ class Call:
         gate: Gate,
         *,
         received_ns: int,
+        on_end: Callable[[CallRecord], None] | None = None,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         self.request_id = request_id
@@ -198,6 +222,8 @@ class Call:
         self._gate = gate
         self._clock = clock
         self._received_ns = received_ns
+        self._submitted_ns = clock()
+        self._on_end = on_end
         self._first_token_ns: int | None = None
         self._last_token_ns: int | None = None
         self._arrived: asyncio.Queue[ChoiceChunk | Exception] = asyncio.Queue()
@@ -206,7 +232,14 @@ class Call:
 
     @classmethod
     def submit(
-        cls, engine: ServedEngine, job: Job, *, tenant: str, gate: Gate, received_ns: int
+        cls,
+        engine: ServedEngine,
+        job: Job,
+        *,
+        tenant: str,
+        gate: Gate,
+        received_ns: int,
+        on_end: Callable[[CallRecord], None] | None = None,
     ) -> Self:
         """Submit every prompt of a job, or none of them.
 
@@ -216,6 +249,7 @@ class Call:
             tenant: The namespace of its cached prefixes.
             gate: Told of the call while it runs.
             received_ns: When the request arrived, on the monotonic clock.
+            on_end: Told once what became of it.
 
         Raises:
             RequestError, EngineOverloaded, EngineStopped: As the engine refused one; those before it are cancelled.
@@ -240,7 +274,14 @@ class Call:
             for stream in streams:
                 stream.cancel()
             raise
-        return cls(job.request_id, streams, job.params.n, gate, received_ns=received_ns)
+        return cls(
+            job.request_id,
+            streams,
+            job.params.n,
+            gate,
+            received_ns=received_ns,
+            on_end=on_end,
+        )
 
     @property
     def is_finished(self) -> bool:
@@ -307,6 +348,31 @@ class Call:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._log()
+        if self._on_end is not None:
+            self._on_end(self._record())
+
+    def _record(self) -> CallRecord:
+        usages = [output.usage for output in self.outputs if output.usage is not None]
+        waits = [usage.queue_s for usage in usages if usage.queue_s is not None]
+        misses = [usage.miss.main for usage in usages if usage.miss is not None]
+        is_finished = self.is_finished
+        return CallRecord(
+            request_id=self.request_id,
+            received_ns=self._received_ns,
+            submitted_ns=self._submitted_ns,
+            queue_s=min(waits, default=None),
+            first_token_ns=self._first_token_ns,
+            last_token_ns=self._last_token_ns,
+            ended_ns=self._clock(),
+            usage=call_usage(self.outputs, self.n) if is_finished else None,
+            finish_reasons=tuple(
+                output.finish_reason.value for output in self.outputs if output.finish_reason
+            )
+            if is_finished
+            else (),
+            miss=misses[0] if misses else None,
+            error=None if is_finished else self._error or ClientDisconnected(),
+        )
 
     def _cancel_streams(self) -> None:
         for stream in self._streams:

@@ -29,6 +29,7 @@ import uvicorn
 
 from kvist.errors import ConfigError
 from kvist.server.app import create_app
+from kvist.server.tracing import open_tracing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -80,14 +81,28 @@ def serve(
     Side effects: When called in the main thread, signal handlers are set while it runs, and what exists already is
         taken out of garbage collection for good.
     """
-    app = create_app(engine, config)
-    listener = _listen(config.host, config.port)
+    tracing = open_tracing(config, config.served_name or engine.model_name)
+    try:
+        app = create_app(engine, config, tracing)
+        listener = _listen(config.host, config.port)
+        _serve(app, config, listener, on_ready or _print_ready)
+    finally:
+        if tracing is not None:
+            tracing.close()
+
+
+def _serve(
+    app: FastAPI,
+    config: ServerConfig,
+    listener: socket.socket,
+    on_ready: Callable[[RunningServer], None],
+) -> None:
     if _is_main_thread():
         # A loaded model library is about a million objects that live as long as the process. Not walking
         # them saves every stream a stall at each full collection.
         gc.freeze()
     try:
-        asyncio.run(_run(app, config.drain_s, listener, on_ready or _print_ready))
+        asyncio.run(_run(app, config.drain_s, listener, on_ready))
     finally:
         listener.close()
 
