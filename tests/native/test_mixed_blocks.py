@@ -265,6 +265,20 @@ def test_what_alternates_equals_what_does_not(isa: str) -> None:
     assert difference <= GROUPING_TOLERANCE[isa]
 
 
+def test_blocks_beyond_four_gib(isa: str) -> None:
+    """Only the pages of the blocks are ever touched."""
+    step = private_step("by age", [1, 40], [200, 100])
+    expected = step.run()
+    start = 2**32 + 24
+    try:
+        far = np.zeros((1, start + step.arena.size), np.uint8)
+    except MemoryError:
+        pytest.skip("no 4 GiB of addresses")
+    far[0, start:] = step.arena[0]
+    step.arena, step.offsets = far, step.offsets + start
+    np.testing.assert_array_equal(step.run(), expected)
+
+
 @st.composite
 def random_steps(draw: st.DrawFn) -> MixedStep:
     block_size = draw(st.sampled_from([4, 16, 24, 64]))
