@@ -27,6 +27,7 @@ if native.available():
 
 CODECS = ("raw16", "int8")
 TINY = KVSpec(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4)
+NARROW = KVSpec(num_layers=1, num_kv_heads=1, head_dim=64, block_size=4)
 SMALL = KVSpec(num_layers=2, num_kv_heads=2, head_dim=64, block_size=16)
 SMOLLM2 = KVSpec(num_layers=30, num_kv_heads=3, head_dim=64, block_size=64)
 
@@ -168,16 +169,17 @@ class Driver:
 
 @pytest.mark.parametrize(
     ("spec", "num_blocks", "num_ops", "seed"),
-    [(TINY, 256, 100_000, 0), (SMALL, 64, 20_000, 1), (SMALL, 200, 20_000, 2)],
-    ids=["tiny", "few blocks", "many blocks"],
+    [(TINY, 256, 100_000, 0), (SMALL, 64, 10_000, 1), (NARROW, 1500, 30_000, 2)],
+    ids=["many operations", "small slabs", "large slabs"],
 )
 def test_random_operations_within_the_budget_always_succeed(spec, num_blocks, num_ops, seed):
     arena = make_arena(spec, num_blocks)
+    assert arena.layout.cells["raw16"] == {TINY: 5, SMALL: 1, NARROW: 15}[spec]
     contents = Contents(spec, 97)
     driver = Driver(arena, contents, seed)
     wish = 0.9
     for index in range(num_ops):
-        if index % 997 == 0:
+        if index % (4 * num_blocks) == 0:
             # Full, empty, and in between; full is where compaction is needed.
             wish = driver.random.choice([0.2, 0.5, 0.7, 0.95, 0.98, 1.0])
             audit(arena, driver.blocks, contents)
@@ -195,8 +197,8 @@ def test_random_operations_within_the_budget_always_succeed(spec, num_blocks, nu
 @pytest.mark.parametrize("keep", [1, 2, 3, 7])
 def test_a_full_arena_of_holes_changes_its_codec(keep):
     """Every slab of raw blocks keeps a few: without moving them no slab could become one of int8."""
-    arena = make_arena(SMALL, 100)
-    contents = Contents(SMALL, 5)
+    arena = make_arena(NARROW, 1500)
+    contents = Contents(NARROW, 5)
     driver = Driver(arena, contents, 0)
     while driver.fits("raw16"):
         driver.allocate("raw16")
