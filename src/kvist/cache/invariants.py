@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from kvist.cache.hash import TOKEN_BYTES
 from kvist.errors import InvariantViolation
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def check(
         *_partitions(pool),
         *_tree_shape(tree),
         *_tree_references(pool, tree),
+        *_columns(pool, tree),
         *_lease_paths(leases),
         *_memory(memory, tree, leases),
     ]
@@ -215,6 +217,25 @@ def _unreferenced_node(tree: PrefixTree, node: Node, order: Mapping[Block, int])
     for child in node.ordered:
         if child.block not in order or order[child.block] > order.get(node.block, -1):
             yield f"{_describe(child)} would be evicted after its parent"
+
+
+def _columns(pool: BlockPool, tree: PrefixTree) -> Iterator[str]:
+    columns = tree.columns
+    for block in pool.blocks:
+        node, block_id = block.node, block.block_id
+        if columns.numbers[block_id] != (0 if node is None else node.number):
+            yield f"{block!r} has the number {columns.numbers[block_id]} of another node"
+        elif node is not None:
+            assert node.parent is not None
+            is_described = (
+                columns.parents[block_id] == node.parent.number
+                and columns.tokens[block_id] == node.tokens
+                and columns.num_tokens[block_id] == len(node.tokens) // TOKEN_BYTES
+                and columns.num_hits[block_id] <= node.num_hits
+                and columns.computed_ns[block_id] <= columns.used_ns[block_id]
+            )
+            if not is_described:
+                yield f"the columns of {block!r} do not describe its node"
 
 
 def _lease_paths(leases: Sequence[PrefixLease]) -> Iterator[str]:

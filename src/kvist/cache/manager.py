@@ -58,6 +58,7 @@ from kvist.cache.pending import PendingIdentities, pending_key
 from kvist.cache.pins import Deadlines, Pin, Retention
 from kvist.cache.pool import BlockPool
 from kvist.cache.stats import CacheStats, Counters
+from kvist.cache.survey import BlockColumns
 from kvist.cache.tree import PrefixTree
 from kvist.errors import ConfigError, InvariantViolation, NotCached, PinBudgetExceeded
 from kvist.types import BlockCopy, MissReason
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from kvist.cache.eviction import StrategyFactory
     from kvist.cache.memory import Entry
     from kvist.cache.namespaces import Namespace
+    from kvist.cache.survey import CacheSurvey
     from kvist.cache.tree import Node
     from kvist.precision import KVBudget
     from kvist.types import MemoryOp
@@ -135,7 +137,7 @@ class CacheManager:
         self._pins: set[Pin] = set()
         self._num_pins_of: Counter[Block] = Counter()
         self._deadlines = Deadlines(clock_ns)
-        self._tree = PrefixTree()
+        self._tree = PrefixTree(BlockColumns(num_blocks))
         self._pending = PendingIdentities()
         self._memory = PromptMemory(max_ghosts, clock_ns)
         self._counters = Counters()
@@ -586,6 +588,12 @@ class CacheManager:
             **self._counters.snapshot(),
         )
 
+    def survey(self) -> CacheSurvey:
+        """Return what every block holds. O(blocks), about a millisecond for 50,000."""
+        return self._tree.columns.survey(
+            self._pool.blocks, self._tree.roots, self._num_pins_of, self._deadlines.now_ns()
+        )
+
     def check_invariants(self) -> None:
         """Check every law of this package.
 
@@ -627,9 +635,14 @@ class CacheManager:
             tenant=chain.namespace.tenant,
         )
         self._leases.add(lease)
+        columns, now_ns = self._tree.columns, self._deadlines.now_ns()
         for node in match.nodes:  # inv. 2
             node.num_hits += is_reuse
+            columns.num_hits[node.block.block_id] += is_reuse
+            columns.used_ns[node.block.block_id] = now_ns
             self._pool.hold(node.block)
+        if match.source is not None:
+            columns.used_ns[match.source.block.block_id] = now_ns
         lease.blocks = [node.block for node in match.nodes]
         lease.block_table = list(match.block_ids)
         if self._aging is not None:
@@ -748,6 +761,7 @@ class CacheManager:
         if node is None:
             if lease.open_node is None:
                 node = self._tree.add(parent, block, tokens, block_hash)
+                self._tree.columns.begin(node, self._deadlines.now_ns())
                 self._drop_superseded_by(node)
             else:
                 self._publish_head(lease, chain, tokens)
@@ -781,6 +795,7 @@ class CacheManager:
         if lease.open_node is None:
             parent = lease.tip or self._tree.root(chain.namespace)
             lease.open_node = self._tree.open(parent, lease.blocks[lease.num_sealed], tokens)
+            self._tree.columns.begin(lease.open_node, self._deadlines.now_ns())
         elif lease.open_node.tokens != tokens:
             self._tree.grow(lease.open_node, tokens)
         self._drop_superseded_by(lease.open_node)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from kvist.cache.memory import Entry
     from kvist.cache.namespaces import Namespace
+    from kvist.cache.survey import BlockColumns
     from kvist.types import BlockHash
 
 _NO_BLOCK = BlockId(-1)
@@ -59,6 +60,7 @@ class Node:
         "num_changes",
         "num_continuations",
         "num_hits",
+        "number",
         "ordered",
         "parent",
         "tokens",
@@ -68,6 +70,8 @@ class Node:
         self, namespace: Namespace, parent: Node | None, block: Block, tokens: bytes
     ) -> None:
         self.namespace = namespace
+        self.number = 0
+        """Its own, > 0, once it is in a tree."""
         self.parent = parent
         """None: this is a root."""
         self.block = block
@@ -131,11 +135,18 @@ class Node:
 
 
 class PrefixTree:
-    """One tree per namespace. Engine thread only."""
+    """One tree per namespace. Engine thread only.
 
-    __slots__ = ("num_replacements", "roots")
+    Args:
+        columns: Kept up to date with what stands in the tree.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_next_number", "columns", "num_replacements", "roots")
+
+    def __init__(self, columns: BlockColumns) -> None:
+        self.columns = columns
+        """What is in the tree, by block."""
+        self._next_number = 1
         self.roots: dict[Namespace, Node] = {}
         """Keyed by the namespace itself, so no collision can join two of them."""
         self.num_replacements = 0
@@ -146,6 +157,7 @@ class PrefixTree:
         root = self.roots.get(namespace)
         if root is None:
             root = self.roots[namespace] = Node(namespace, None, Block(_NO_BLOCK), b"")
+            self._number(root)
         return root
 
     def open(self, parent: Node, block: Block, tokens: bytes) -> Node:
@@ -154,6 +166,7 @@ class PrefixTree:
         node.is_open = True
         block.node = node
         self._insert(node)
+        self._enter(node, parent)
         return node
 
     def grow(self, node: Node, tokens: bytes) -> None:
@@ -164,12 +177,14 @@ class PrefixTree:
         self._detach(node)
         node.tokens = tokens
         self._insert(node)
+        self.columns.grow(node)
 
     def add(self, parent: Node, block: Block, tokens: bytes, block_hash: BlockHash) -> Node:
         """Add a full node for a block that nobody has offered the head of. No sibling may have the identity."""
         node = Node(parent.namespace, parent, block, tokens)
         block.node = node
         self._insert(node)
+        self._enter(node, parent)
         node.block_hash = block_hash
         parent.children[block_hash] = node
         return node
@@ -200,6 +215,7 @@ class PrefixTree:
     def replace(self, node: Node, block: Block) -> None:
         """Let another block with the same content, a duplicate or not noted yet, stand for a node."""
         self.remove_duplicate(block)
+        self.columns.move(node.block, block)
         node.block.node = None
         node.block = block
         block.node = node
@@ -217,6 +233,7 @@ class PrefixTree:
         if node.block_hash is not None:
             del parent.children[node.block_hash]
         node.block.node = None
+        self.columns.leave(node.block)
         if parent.parent is None and not parent.keys:
             del self.roots[parent.namespace]
 
@@ -270,6 +287,14 @@ class PrefixTree:
             stack.extend(node.ordered)
             if node.parent is not None:
                 yield node
+
+    def _number(self, node: Node) -> None:
+        node.number = self._next_number
+        self._next_number += 1
+
+    def _enter(self, node: Node, parent: Node) -> None:
+        self._number(node)
+        self.columns.enter(node, parent)
 
     def _insert(self, node: Node) -> None:
         assert node.parent is not None

@@ -20,6 +20,7 @@ import threading
 import time
 import uuid
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from kvist.cache.stats import CacheStats
+    from kvist.cache.survey import CacheSurvey
     from kvist.engine.metrics import RequestStats
     from kvist.model.tokenizer import Tokenizer
     from kvist.plan import EnginePlan
@@ -120,6 +122,7 @@ class AsyncEngine:
         self._clock = clock
         self._wakeup = threading.Condition()
         self._commands: deque[_Add | _Abort] = deque()
+        self._surveys: list[Future[CacheSurvey]] = []
         self._streams: dict[str, RequestStream] = {}
         self._num_untaken = 0  # sequences in _commands; those taken are the scheduler's to count
         self._thread: threading.Thread | None = None
@@ -244,6 +247,23 @@ class AsyncEngine:
             requests=core.requests,
             memory=memory_stats(self.plan, core.cache, core.requests),
         )
+
+    def survey(self) -> Future[CacheSurvey]:
+        """Ask for what every block of the cache holds, as it is after the step in progress; from any thread.
+
+        Holds the engine thread for some milliseconds with 50,000 blocks, so ask about once a second at most. While the
+        engine has not started, the answer waits for that; it may be cancelled.
+
+        Raises:
+            EngineStopped: The engine was closed or has failed; the future raises it when that comes first.
+        """
+        reply: Future[CacheSurvey] = Future()
+        with self._wakeup:
+            if self._stop_error is not None:
+                raise EngineStopped(str(self._stop_error))
+            self._surveys.append(reply)
+            self._wakeup.notify_all()
+        return reply
 
     def close(self, drain_s: float = 0.0) -> None:
         """Stop taking requests, let running ones go on for a while, abort the rest, and end the thread. Idempotent.
@@ -415,6 +435,7 @@ class AsyncEngine:
         for command in commands:
             self._handle(command)
         self._publish(sum(c.group.params.n for c in commands if isinstance(c, _Add)))
+        self._answer_surveys()
         if self._is_time_to_stop():
             return False
         if self._core.has_work:
@@ -437,7 +458,7 @@ class AsyncEngine:
         return commands
 
     def _has_news(self) -> bool:
-        return bool(self._commands) or self._stop_at_ns is not None
+        return bool(self._commands or self._surveys) or self._stop_at_ns is not None
 
     def _handle(self, command: _Add | _Abort) -> None:
         match command:
@@ -448,6 +469,16 @@ class AsyncEngine:
                     self._deliver([RequestFailure(request_id=group.request_id, error=error)])
             case _Abort(request_id):
                 self._deliver(self._core.abort(request_id))
+
+    def _answer_surveys(self) -> None:
+        """Give everybody who has asked for one the same survey."""
+        with self._wakeup:
+            surveys, self._surveys = self._surveys, []
+        surveys = [reply for reply in surveys if reply.set_running_or_notify_cancel()]
+        if surveys:
+            survey = self._core.survey()
+            for reply in surveys:
+                reply.set_result(survey)
 
     def _deliver(self, outputs: Iterable[OutputChunk | RequestFailure]) -> None:
         for output in outputs:
@@ -476,6 +507,7 @@ class AsyncEngine:
         """Fail every stream still open and give back all blocks; nothing runs afterwards."""
         with self._wakeup:
             streams, error = list(self._streams.values()), self._stop_error
+            surveys, self._surveys = self._surveys, []
             self._streams.clear()
             self._commands.clear()
             self._num_untaken = 0
@@ -485,6 +517,9 @@ class AsyncEngine:
             failure = EngineStopped(str(error))
             failure.__cause__ = error.__cause__
             stream.fail(failure)
+        for reply in surveys:
+            if reply.set_running_or_notify_cancel():
+                reply.set_exception(EngineStopped(str(error)))
         try:
             self._core.close()
         except Exception:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from kvist.cache.manager import CacheManager
     from kvist.cache.stats import CacheStats
+    from kvist.cache.survey import CacheSurvey
     from kvist.engine.metrics import RequestStats
     from kvist.model.tokenizer import Tokenizer
     from kvist.sched.output import StepPlan
@@ -273,6 +274,10 @@ class EngineCore:
         self._sequences.clear()
         self._calls.clear()
         self.check_invariants()
+
+    def survey(self) -> CacheSurvey:
+        """Return what every block of the cache holds; as ``CacheManager.survey``."""
+        return self._manager.survey()
 
     def stats(self) -> CoreStats:
         """Return the counters; cheap enough to be called after every step."""

@@ -20,9 +20,11 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from kvist.errors import EngineError, EngineStopped, UnsupportedParameter
+from kvist.server.activity import FinishedCall
 from kvist.server.auth import Keyring
 from kvist.server.body import check_headers, parse_object, read_body
 from kvist.server.breakers import WINDOW_MINUTES, Breaker, Breakers, find_breaker
+from kvist.server.dashboard import Dashboard, Page
 from kvist.server.endpoints import Job, prepare_chat, prepare_completion, unknown_model
 from kvist.server.errors import (
     ClientDisconnected,
@@ -103,6 +105,9 @@ def create_app(
     app.add_route("/v1/cache/stats", routes.cache_stats, methods=["GET"])
     app.add_route("/v1/cache/explain/{request_id}", routes.cache_explain, methods=["GET"])
     app.add_route("/v1/cache/breakers", routes.cache_breakers, methods=["GET"])
+    app.add_route("/v1/cache/watch", routes.cache_watch, methods=["GET"])
+    app.add_route("/dashboard", routes.dashboard, methods=["GET"])
+    app.add_route("/dashboard/{name}", routes.dashboard_file, methods=["GET"])
     app.add_route("/metrics", routes.metrics, methods=["GET"])
     app.add_route("/health", routes.health, methods=["GET"])
     app.add_route("/health/live", routes.health_live, methods=["GET"])
@@ -127,6 +132,10 @@ class _Routes:
         self._refusals = Refusals()
         self._rerenders = Rerenders(engine, computes_ahead=config.prefill_rendered_history == "on")
         self._collector = EngineCollector(engine, self._model, self._refusals, self._rerenders)
+        self._page = Page()
+        self._dashboard = Dashboard(
+            engine, self._model, self._refusals, gate, is_private=self._keyring.has_keys
+        )
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
@@ -180,6 +189,18 @@ class _Routes:
                 "data": self._breakers.report(tenant),
             }
         )
+
+    async def cache_watch(self, request: Request) -> Response:
+        """GET /v1/cache/watch: what the dashboard shows of this API key, about once a second, as server-sent events."""
+        return self._dashboard.stream(self._tenant(request))
+
+    async def dashboard(self, request: Request) -> Response:
+        """GET /dashboard: the page; no key needed, since it holds no data."""
+        return self._page.index(request)
+
+    async def dashboard_file(self, request: Request) -> Response:
+        """GET /dashboard/{name}: a file of the page; no key needed."""
+        return self._page.file(request.path_params["name"], request)
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics: every counter of the engine, for Prometheus; needs a key where others do."""
@@ -256,6 +277,17 @@ class _Routes:
             explanation = explain_call(job, outputs, tokenizer)
         self._history.add(job.request_id, check.tenant, explanation)
         check.explanation = explanation
+        self._dashboard.activity.note(
+            FinishedCall(
+                request_id=job.request_id,
+                tenant=check.tenant,
+                finished_ns=time.perf_counter_ns(),
+                elapsed_s=call.elapsed_s,
+                ttft_s=call.ttft_s,
+                num_output_tokens=call_usage(outputs, call.n).num_output_tokens,
+                explanation=explanation,
+            )
+        )
         if not job.wants_explanation:
             return {}
         await check.run()

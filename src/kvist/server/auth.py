@@ -80,6 +80,11 @@ class Keyring:
             keys += _read_keys(Path(config.api_key_file))
         return cls(keys)
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether a key is asked for."""
+        return bool(self._digests)
+
     def check_names(self, names: Iterable[str]) -> None:
         """Raise ConfigError when there is a name that no key has: its share of the cache would be nobody's."""
         for name in names:

@@ -288,6 +288,18 @@ class Call:
         """Whether every choice has ended."""
         return all(output.finish_reason is not None for output in self.outputs)
 
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the request arrived."""
+        return (self._clock() - self._received_ns) / 1e9
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds from there to its first token; None: it has none yet."""
+        if self._first_token_ns is None:
+            return None
+        return (self._first_token_ns - self._received_ns) / 1e9
+
     def abort(self, error: Exception) -> None:
         """Cancel every prompt at once; the consumer gets ``error``. The first reason given stays. Idempotent."""
         if self._error is None:

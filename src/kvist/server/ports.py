@@ -13,7 +13,9 @@ from kvist.engine.detokenizer import TokenText
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
+    from concurrent.futures import Future
 
+    from kvist.cache.survey import CacheSurvey
     from kvist.types import Keep, OutputChunk, SamplingParams
 
 
@@ -69,6 +71,11 @@ class ServedPlan(Protocol):
     @property
     def codec(self) -> str:
         """How blocks are kept."""
+        ...
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all blocks together."""
         ...
 
 
@@ -128,4 +135,8 @@ class ServedEngine(Protocol):
 
     def stats(self) -> Any:  # noqa: ANN401  # a frozen dataclass that the server only turns into JSON
         """Return a snapshot of the counters."""
+        ...
+
+    def survey(self) -> Future[CacheSurvey]:
+        """Ask for what every block of the cache holds; raises ``EngineStopped`` at once or from the future."""
         ...

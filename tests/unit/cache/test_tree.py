@@ -10,6 +10,7 @@ from tests.support.cache import KEY, NAMESPACE
 
 from kvist.cache.block import Block
 from kvist.cache.hash import BlockHasher
+from kvist.cache.survey import BlockColumns
 from kvist.cache.tree import PrefixTree, common_tokens
 from kvist.types import BlockId
 
@@ -45,7 +46,7 @@ def test_common_tokens_equals_counting(left: tuple[int, ...], right: tuple[int, 
 def test_best_child_has_the_longest_common_prefix(
     runs: list[tuple[int, ...]], query: tuple[int, ...]
 ) -> None:
-    tree = PrefixTree()
+    tree = PrefixTree(BlockColumns(4096))
     root = tree.root(NAMESPACE)
     for index, run in enumerate(runs):
         tree.open(root, Block(BlockId(index)), pack(*run))
@@ -60,7 +61,7 @@ def test_best_child_has_the_longest_common_prefix(
 
 def test_best_child_compares_few_of_many_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """All children begin alike, as with a chat template, where an index by first token would scan all."""
-    tree = PrefixTree()
+    tree = PrefixTree(BlockColumns(4096))
     root = tree.root(NAMESPACE)
     draw = random.Random(0)
     for index in range(2000):
@@ -79,7 +80,7 @@ def test_best_child_compares_few_of_many_children(monkeypatch: pytest.MonkeyPatc
 
 
 def test_nodes_with_equal_tokens_are_told_apart() -> None:
-    tree = PrefixTree()
+    tree = PrefixTree(BlockColumns(4096))
     root = tree.root(NAMESPACE)
     nodes = [tree.open(root, Block(BlockId(index)), pack(1, 2)) for index in range(4)]
     tree.grow(nodes[2], pack(1, 2, 3))
@@ -90,7 +91,7 @@ def test_nodes_with_equal_tokens_are_told_apart() -> None:
 
 
 def test_last_child_takes_its_root_along() -> None:
-    tree = PrefixTree()
+    tree = PrefixTree(BlockColumns(4096))
     node = tree.open(tree.root(NAMESPACE), Block(BlockId(0)), pack(1))
     tree.remove(node)
     assert tree.roots == {}
@@ -98,7 +99,7 @@ def test_last_child_takes_its_root_along() -> None:
 
 
 def test_nodes_come_parents_first() -> None:
-    tree = PrefixTree()
+    tree = PrefixTree(BlockColumns(4096))
     hasher = BlockHasher(KEY)
     parent = tree.open(tree.root(NAMESPACE), Block(BlockId(0)), pack(1))
     tree.publish(parent, hasher.child(hasher.root(NAMESPACE), pack(1)))
