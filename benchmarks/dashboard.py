@@ -88,7 +88,7 @@ def prose(chance: random.Random, num_words: int) -> str:
 
 
 def prompts(seed: int) -> Iterator[str]:
-    """Yield prompts as a busy server gets them: a few system prompts, documents below them, conversations that go on."""
+    """Yield prompts as a busy server gets them: a few system prompts, documents below, conversations that go on."""
     chance = random.Random(seed)
     systems = [
         f"system: {text} {prose(random.Random(i), 60 + 50 * i)}\n" for i, text in enumerate(SYSTEMS)

@@ -220,8 +220,8 @@ class Page:
         return found
 
     def screenshot(self, path: Path) -> None:
-        """Write the whole page, below the fold too, as PNG."""
-        shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        """Write what is in the window as PNG."""
+        shot = self.call("Page.captureScreenshot", format="png")
         path.write_bytes(base64.b64decode(shot["data"]))
 
 

@@ -475,8 +475,16 @@ class AsyncEngine:
         with self._wakeup:
             surveys, self._surveys = self._surveys, []
         surveys = [reply for reply in surveys if reply.set_running_or_notify_cancel()]
-        if surveys:
+        if not surveys:
+            return
+        try:
             survey = self._core.survey()
+        except Exception as error:
+            # Whoever only looks must not end the engine.
+            logger.exception("[engine] a survey of the cache failed")
+            for reply in surveys:
+                reply.set_exception(error)
+        else:
             for reply in surveys:
                 reply.set_result(survey)
 

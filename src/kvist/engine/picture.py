@@ -254,9 +254,9 @@ class _Forest:
     def rows_of(self, head: int) -> Integers:
         """Return the first rows of a prefix, enough to name it."""
         start = np.searchsorted(self._heads, head)
-        few: Integers = self._by_head[start : start + NAMING_TOKENS]
-        is_own = self.head_of[few] == head
-        return few[is_own].astype(np.int64)
+        few = self._by_head[start : start + NAMING_TOKENS]
+        own: Integers = few[self.head_of[few] == head]
+        return own
 
 
 def _settle(above: Integers) -> Integers:

@@ -97,6 +97,7 @@ def create_app(
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ClientDisconnected, _on_disconnect)
     routes = _Routes(engine, config, app.state.gate, tracing)
+    app.state.dashboard = routes.dashboard_data
     app.add_route("/v1/completions", routes.completions, methods=["POST"])
     app.add_route("/v1/chat/completions", routes.chat_completions, methods=["POST"])
     app.add_route("/v1/models", routes.models, methods=["GET"])
@@ -133,7 +134,7 @@ class _Routes:
         self._rerenders = Rerenders(engine, computes_ahead=config.prefill_rendered_history == "on")
         self._collector = EngineCollector(engine, self._model, self._refusals, self._rerenders)
         self._page = Page()
-        self._dashboard = Dashboard(
+        self.dashboard_data = Dashboard(
             engine, self._model, self._refusals, gate, is_private=self._keyring.has_keys
         )
 
@@ -192,7 +193,7 @@ class _Routes:
 
     async def cache_watch(self, request: Request) -> Response:
         """GET /v1/cache/watch: what the dashboard shows of this API key, about once a second, as server-sent events."""
-        return self._dashboard.stream(self._tenant(request))
+        return self.dashboard_data.stream(self._tenant(request))
 
     async def dashboard(self, request: Request) -> Response:
         """GET /dashboard: the page; no key needed, since it holds no data."""
@@ -277,7 +278,7 @@ class _Routes:
             explanation = explain_call(job, outputs, tokenizer)
         self._history.add(job.request_id, check.tenant, explanation)
         check.explanation = explanation
-        self._dashboard.activity.note(
+        self.dashboard_data.activity.note(
             FinishedCall(
                 request_id=job.request_id,
                 tenant=check.tenant,

@@ -33,7 +33,7 @@ from kvist.engine.picture import BlockState, CachePicture
 from kvist.errors import EngineStopped
 from kvist.server.activity import SPAN_S, Activity
 from kvist.server.errors import HttpError, shorten
-from kvist.server.feed import Feed, FeedStream
+from kvist.server.feed import INTERVAL_S, Feed, FeedStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -156,7 +156,7 @@ class Dashboard:
         self._refusals = refusals
         self._gate = gate
         self._is_private = is_private
-        self._feed = Feed(self._compose)
+        self._feed = Feed(self._compose, INTERVAL_S)
         self._survey: Future[CacheSurvey] | None = None
         self._surveyed: object = None  # the counters when it was asked for
         self._not_before_ns = 0

@@ -81,7 +81,7 @@ class Feed:
         interval_s: Seconds between two of them.
     """
 
-    def __init__(self, compose: Compose, interval_s: float = INTERVAL_S) -> None:
+    def __init__(self, compose: Compose, interval_s: float) -> None:
         self._compose = compose
         self._interval_s = interval_s
         self._channels: dict[str, _Channel] = {}

@@ -493,3 +493,52 @@ def test_stats_count_calls_and_time(parts):
     assert stats.cache.num_hit_tokens == len(PROMPT) - 1
     assert stats.scheduler.num_finished == 2
     assert stats.num_queued == 0
+
+
+class TestSurvey:
+    def test_tells_what_the_cache_holds_after_the_step_in_progress(self):
+        with make_parts().engine as engine:
+            list(engine.submit(list(b"abcdefgh"), SamplingParams(max_tokens=1, temperature=0)))
+            survey = engine.survey().result(10)
+        assert sum(map(bool, survey.numbers)) == 2
+
+    def test_everybody_who_waits_gets_the_same_one(self):
+        parts = make_parts()
+        first, second = parts.engine.survey(), parts.engine.survey()
+        with parts.engine:
+            assert first.result(10) is second.result(10)
+
+    def test_one_that_was_cancelled_is_not_answered_and_harms_nobody(self):
+        parts = make_parts()
+        first, second = parts.engine.survey(), parts.engine.survey()
+        first.cancel()
+        with parts.engine:
+            assert second.result(10)
+
+    def test_fails_when_the_engine_ends_before(self):
+        parts = make_parts()
+        waiting = parts.engine.survey()
+        parts.engine.close()
+        with pytest.raises(EngineStopped):
+            waiting.result(10)
+        with pytest.raises(EngineStopped):
+            parts.engine.survey()
+
+    def test_fails_when_the_engine_has_failed(self, monkeypatch):
+        parts = make_parts()
+        monkeypatch.setattr(parts.core, "add", lambda group: 1 / 0)
+        parts.engine.submit([1], SamplingParams())
+        waiting = parts.engine.survey()
+        parts.engine.start()
+        with pytest.raises(EngineStopped):
+            waiting.result(10)
+        parts.engine.close()
+
+    def test_a_failing_one_does_not_end_the_engine(self, monkeypatch):
+        parts = make_parts()
+        monkeypatch.setattr(parts.core, "survey", lambda: 1 / 0)
+        with parts.engine as engine:
+            with pytest.raises(ZeroDivisionError):
+                engine.survey().result(10)
+            list(engine.submit([1], SamplingParams(max_tokens=1)))
+            assert engine.is_running

@@ -25,9 +25,9 @@ export const REASONS = new Map([
 ]);
 const reasonText = (reason) => REASONS.get(reason)?.[0] ?? reason;
 
-/** A round number of at most a third of `most`, for the lines of the axis. */
+/** A round number, about a quarter of `most`, for the lines of the axis. */
 function roundStep(most) {
-  const raw = most / 3;
+  const raw = most / 4;
   const power = 10 ** Math.floor(Math.log10(Math.max(1, raw)));
   return [1, 2, 5, 10].map((factor) => factor * power).find((step) => step >= raw);
 }

@@ -1,7 +1,7 @@
 // Curves over the last quarter of an hour: hit share, and times to first token.
 
 import { element, onResize, setAttribute, setText, shape, table, tableWhenOpen } from "./dom.js";
-import { ago, count, percent, seconds, short, timeOfDay } from "./format.js";
+import { ago, count, percent, seconds, timeOfDay } from "./format.js";
 
 const WINDOWS_S = [180, 300, 600, 900];
 const SMOOTH_S = 60;
@@ -287,7 +287,7 @@ export class TtftChart extends TimeChart {
   summary() {
     const { cold, warm } = medians(this.shown());
     if (cold === null && warm === null) return "";
-    const ratio = cold !== null && warm !== null ? `; warm is ${short(cold / warm)} times as fast` : "";
+    const ratio = cold !== null && warm !== null ? `; warm is ${(cold / warm).toFixed(cold / warm < 9.95 ? 1 : 0)} times as fast` : "";
     return `Cold ${cold === null ? "-" : seconds(cold)}, warm ${warm === null ? "-" : seconds(warm)}${ratio}`;
   }
 
