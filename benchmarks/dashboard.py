@@ -2,16 +2,16 @@
 
 Starts a server of its own, whose engine is real but for the runner, which makes tokens up in the time a small model
 would take. Its cache is filled with --blocks blocks of made-up prompts before it starts. Then requests come at --rate a
-minute, first with nobody watching, then with a page open in a headless Chromium, and the CPU time of both is taken.
+minute, and a page in a headless Chromium watches, pauses, watches again; the CPU time of both is taken each time.
 
 latency     from the moment a client has its whole answer to the moment the page has drawn a document that is younger
-server      CPU time of the server's process with the page open, less that without, in percent of one core
-browser     CPU time of all of Chromium's processes, in percent of one core
+server      CPU time of the server's process while the page watches, less that of the pause after, in percent of a core
+browser     CPU time of all of Chromium's processes while the page watches, in percent of a core
 hold        how long a survey keeps the engine's thread
 
 Ends with one JSON line. With --shots FOLDER it also writes pictures of the page at 390 and 1440 px, light and dark.
 
-    python benchmarks/dashboard.py [--blocks 50000] [--rate 200] [--seconds 60] [--shots /tmp/shots]
+    python benchmarks/dashboard.py [--blocks 50000] [--rate 200] [--pairs 6] [--seconds 15] [--shots /tmp/shots]
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ BLOCK_SIZE = 16
 MAX_CONTEXT = 8192
 STEP_S, TOKEN_S = 0.004, 40e-6
 WARM_UP_S = 12.0
+SETTLE_S = 2.0
 TEXT = (
     "the mill turns when the fog comes in from the harbour and the keeper lights a lamp for every boat that has not "
     "come home yet while bells ring over the water and gulls sleep on the pier under ropes and nets"
@@ -211,14 +212,14 @@ def cpu_seconds(*roots: int) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def latencies(page: Page, load: Load, since: float) -> list[float]:
+def latencies(page: Page, load: Load, since: float, until: float) -> list[float]:
     """Return how long after each answer the page had drawn a document that is younger, in seconds."""
     offset = time.time() - time.perf_counter()
     draws = [(float(now), wall / 1000 - offset) for now, wall in page.evaluate("window.draws")]
     found = []
     for at in load.finished_at:
         shown = [drawn for now, drawn in draws if now >= at]
-        if at >= since and shown:
+        if since <= at < until and shown:
             found.append(min(shown) - at)
     return found
 
@@ -252,44 +253,55 @@ def take_pictures(url: str, folder: Path) -> None:
 
 
 def measure(url: str, server: int, arguments: argparse.Namespace) -> dict[str, object]:
-    """Return what was found."""
+    """Return what was found, in windows with and without a watcher that take turns."""
+    alone, watched, browsers, waits = [], [], [], []
     load = Load(url, arguments.rate)
     try:
-        time.sleep(WARM_UP_S)
-        before = cpu_seconds(server)
-        time.sleep(arguments.seconds)
-        idle = (cpu_seconds(server) - before) / arguments.seconds
         with chromium() as browser:
             page = browser.open(width=1440, height=900)
             page.go(f"{url}/dashboard")
+            page.wait_for("document.documentElement.dataset.drawn")
             page.evaluate(WATCH_DRAWS)
+            pause = "document.getElementById('pause').click()"
             time.sleep(WARM_UP_S)
-            since = time.perf_counter()
-            before, before_browser = cpu_seconds(server), cpu_seconds(browser.process.pid)
-            time.sleep(arguments.seconds)
-            spent = time.perf_counter() - since
-            watched = (cpu_seconds(server) - before) / spent
-            shown = (cpu_seconds(browser.process.pid) - before_browser) / spent
-            waits = latencies(page, load, since)
+            for _ in range(arguments.pairs):
+                since = time.perf_counter()
+                before = cpu_seconds(server), cpu_seconds(browser.process.pid)
+                time.sleep(arguments.seconds)
+                spent = time.perf_counter() - since
+                watched.append(100 * (cpu_seconds(server) - before[0]) / spent)
+                browsers.append(100 * (cpu_seconds(browser.process.pid) - before[1]) / spent)
+                until = time.perf_counter()
+                time.sleep(SETTLE_S)
+                waits += latencies(page, load, since, until)
+                page.evaluate(pause)
+                time.sleep(SETTLE_S)
+                since, quiet = time.perf_counter(), cpu_seconds(server)
+                time.sleep(arguments.seconds)
+                alone.append(100 * (cpu_seconds(server) - quiet) / (time.perf_counter() - since))
+                page.evaluate(pause)
+                time.sleep(SETTLE_S)
             problems = page.problems()
     finally:
         load.stop()
-    deciles = statistics.quantiles(waits, n=100)
+    overheads = [on - off for on, off in zip(watched, alone, strict=True)]
     return {
         "num_requests": len(load.finished_at),
         "num_errors": load.num_errors,
         "num_shown": len(waits),
-        "latency_s": {
-            "median": round(statistics.median(waits), 3),
-            "p99": round(deciles[-1], 3),
-            "max": round(max(waits), 3),
-        },
-        "server_alone_percent": round(100 * idle, 2),
-        "server_watched_percent": round(100 * watched, 2),
-        "server_overhead_percent": round(100 * (watched - idle), 2),
-        "browser_percent": round(100 * shown, 2),
+        "latency_s": spread(waits, 3),
+        "server_alone_percent": spread(alone, 1),
+        "server_watched_percent": spread(watched, 1),
+        "server_overhead_percent": spread(overheads, 1),
+        "browser_percent": spread(browsers, 1),
         "page_problems": problems,
     }
+
+
+def spread(samples: list[float], digits: int) -> dict[str, float]:
+    """Return median, least and most."""
+    found = {"median": statistics.median(samples), "min": min(samples), "max": max(samples)}
+    return {name: round(value, digits) for name, value in found.items()}
 
 
 def survey_holds(num_blocks: int) -> dict[str, float]:
@@ -309,7 +321,10 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=50_000)
     parser.add_argument("--rate", type=float, default=200.0, help="requests a minute")
     parser.add_argument(
-        "--seconds", type=float, default=60.0, help="of each of the two measurements"
+        "--seconds", type=float, default=15.0, help="of each window; 0: pictures only"
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=6, help="windows with a watcher, and as many without"
     )
     parser.add_argument("--shots", type=Path, help="write pictures of the page into this folder")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)

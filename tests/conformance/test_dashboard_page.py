@@ -299,6 +299,11 @@ class TestLayout:
             page.wait_for(
                 "document.querySelectorAll('.node').length > 4 && document.querySelector('#memory table')"
             )
+            # All shades of the tree, those too that this server has no prefix for.
+            page.evaluate(
+                "[0, 1, 2, 3, 4].forEach((h) => { const n = document.createElement('div'); n.className = `node h${h}`; "
+                "n.textContent = `shade ${h}`; document.querySelector('.icicle').append(n); })"
+            )
             assert page.evaluate(CONTRAST) == []
 
 

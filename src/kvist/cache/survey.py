@@ -31,7 +31,7 @@ class CacheSurvey:
 
     taken_ns: int
     """When, on the cache's clock."""
-    ref_counts: array[int]
+    ref_counts: Sequence[int]
     """Leases and pins that hold the block."""
     pinned: frozenset[int]
     """Ids of the blocks that pins hold."""
@@ -138,7 +138,7 @@ class BlockColumns:
         """
         return CacheSurvey(
             taken_ns=now_ns,
-            ref_counts=array("i", [block.ref_count for block in blocks]),
+            ref_counts=[block.ref_count for block in blocks],
             pinned=frozenset([int(block.block_id) for block in pinned]),
             namespaces={root.number: namespace for namespace, root in roots.items()},
             numbers=self.numbers[:],

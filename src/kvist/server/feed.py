@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-INTERVAL_S = 0.9
+INTERVAL_S = 0.8
 """Between two documents; with what it takes to compose and draw one, news is on the screen within a second."""
 MIN_PAUSE_S = 0.2
 """Between two documents, when a new watcher asks for one sooner."""

@@ -27,6 +27,8 @@ export class BlockMap {
     this.chosen = null;
     this.width = 0;
     onResize(this.place, (width) => {
+      // Painting sets the height, which is no news.
+      if (width === this.width) return;
       this.width = width;
       this.redraw();
     });

@@ -51,12 +51,14 @@ export function tableWhenOpen(panel, make) {
   return fill;
 }
 
-/** Call back with the width of an element, now and whenever it changes. */
+/** Call back with the width of an element, now and whenever its size changes. */
 export function onResize(node, callback) {
-  let last = 0;
+  let last = "";
   new ResizeObserver(() => {
-    const width = Math.floor(node.clientWidth);
-    if (width && width !== last) callback((last = width));
+    const size = `${node.clientWidth} ${node.clientHeight}`;
+    if (!node.clientWidth || size === last) return;
+    last = size;
+    callback(node.clientWidth);
   }).observe(node);
 }
 

@@ -22,7 +22,12 @@ export class PrefixTree {
     this.chosen = null;
     this.focused = ALL;
     this.fillTable = tableWhenOpen(panel, () => this.table());
-    onResize(this.place, () => this.draw());
+    let last = 0;
+    onResize(this.place, (width) => {
+      // Drawing sets the height, which is no news.
+      if (width !== last) this.draw();
+      last = width;
+    });
     this.place.addEventListener("click", (event) => this.click(event));
     this.place.addEventListener("keydown", (event) => this.key(event));
     this.crumbs.querySelector("button").addEventListener("click", () => this.zoom(ALL));
@@ -109,7 +114,7 @@ export class PrefixTree {
     }
     bar.style.transform = `translate(${left.toFixed(1)}px, ${row * this.rowHeight}px)`;
     bar.style.width = `${Math.max(1, width - 1.5).toFixed(1)}px`;
-    const thin = width < 26 ? " thin" : "";
+    const thin = width < 44 ? " thin" : "";
     if (hidden !== undefined) {
       setAttribute(bar, "class", `node rest${thin}`);
       setText(bar, width < 90 ? "" : `smaller: ${short(hidden)}`);
