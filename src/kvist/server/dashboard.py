@@ -58,6 +58,8 @@ SURVEY_WAIT_S = 0.15
 """How long a document waits for the survey it has asked for; a step may take longer, and it goes out without."""
 NUM_LABEL_TOKENS = 40
 """Tokens shown of what a prefix begins with."""
+MAX_TEXTS = 4096
+"""Texts of tokens kept, of a few hundred bytes each."""
 _NS_PER_S = 1_000_000_000
 
 _TYPES = {
@@ -165,6 +167,7 @@ class Dashboard:
         self._shared: Json = {}
         self._prefixes: dict[str, Section] = {}
         self._sums: dict[str, Json] = {}
+        self._texts: dict[bytes, str] = {}
 
     def stream(self, tenant: str) -> FeedStream:
         """Return the stream of a tenant's document.
@@ -243,8 +246,7 @@ class Dashboard:
 
     def _prefix(self, row: PrefixRow) -> Json:
         start = row.num_common * TOKEN_BYTES
-        token_ids = unpack(row.tokens[start : start + NUM_LABEL_TOKENS * TOKEN_BYTES])
-        text = b"".join(map(self._engine.tokenizer.token_bytes, token_ids))
+        named_by = row.tokens[start : start + NUM_LABEL_TOKENS * TOKEN_BYTES]
         return {
             "parent": None if row.parent is None else str(row.parent),
             "tokens": row.num_tokens,
@@ -255,9 +257,19 @@ class Dashboard:
             "holders": row.num_holders,
             "computed_s": round(row.computed_ns / _NS_PER_S, 1),
             "used_s": round(row.used_ns / _NS_PER_S, 1),
-            "text": text.decode(errors="replace"),
+            "text": self._text(named_by),
             "is_cut": row.num_common > 0,
         }
+
+    def _text(self, tokens: bytes) -> str:
+        """Return the text of tokens. Nearly all prefixes are the same from one picture to the next."""
+        text = self._texts.get(tokens)
+        if text is None:
+            if len(self._texts) >= MAX_TEXTS:
+                self._texts.clear()
+            raw = b"".join(map(self._engine.tokenizer.token_bytes, unpack(tokens)))
+            text = self._texts[tokens] = raw.decode(errors="replace")
+        return text
 
     def _values(self, stats: EngineStats, now_ns: int) -> Json:
         plan, cache = self._engine.plan, stats.cache

@@ -78,7 +78,7 @@ class Feed:
 
     Args:
         compose: Returns the documents of the tenants that are named.
-        interval_s: Seconds between two of them.
+        interval_s: Seconds from one of them to the next, when composing takes no longer.
     """
 
     def __init__(self, compose: Compose, interval_s: float) -> None:
@@ -139,12 +139,15 @@ class Feed:
             self._is_urgent.set()
 
     async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
         try:
             while self._channels:
+                start_s = loop.time()
                 await self._publish()
                 await asyncio.sleep(MIN_PAUSE_S)
+                rest_s = self._interval_s - (loop.time() - start_s)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._is_urgent.wait(), self._interval_s - MIN_PAUSE_S)
+                    await asyncio.wait_for(self._is_urgent.wait(), rest_s)
         except Exception as error:  # noqa: BLE001  # those who watch raise it where it is reported
             channels, self._channels = self._channels, {}
             for channel in channels.values():
