@@ -289,6 +289,7 @@ def measure(url: str, server: int, arguments: argparse.Namespace) -> dict[str, o
         "num_requests": len(load.finished_at),
         "num_errors": load.num_errors,
         "num_shown": len(waits),
+        "num_shown_after_1_s": sum(wait > 1.0 for wait in waits),
         "latency_s": spread(waits, 3),
         "server_alone_percent": spread(alone, 1),
         "server_watched_percent": spread(watched, 1),
