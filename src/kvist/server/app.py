@@ -137,6 +137,7 @@ class _Routes:
         self.dashboard_data = Dashboard(
             engine, self._model, self._refusals, gate, is_private=self._keyring.has_keys
         )
+        self.dashboard_data.breakers = self._breakers.report
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
