@@ -121,11 +121,17 @@ inline void load_scales(const std::uint8_t* const* rows, int num_keys, int head_
 }
 
 // V scales of a chunk, divided by their maximum and multiplied by kWeight15: what a weight is multiplied by before it
-// becomes an integer. Returns what undoes it.
+// becomes an integer. Returns what undoes it: NaN when a scale is, since the integers cannot say so.
 inline float normalise_scales(float* scales, int num_keys) {
   __m256 largest = _mm256_setzero_ps();
+  __m256 all = _mm256_setzero_ps();
   for (int i = 0; i < num_keys; i += 8) {
-    largest = _mm256_max_ps(largest, _mm256_load_ps(scales + i));
+    const __m256 scale = _mm256_load_ps(scales + i);
+    largest = _mm256_max_ps(largest, scale);
+    all = _mm256_add_ps(all, scale);
+  }
+  if (_mm256_movemask_ps(_mm256_cmp_ps(all, all, _CMP_UNORD_Q)) != 0) {
+    return __builtin_nanf("");
   }
   __m128 half = _mm_max_ps(_mm256_castps256_ps128(largest), _mm256_extractf128_ps(largest, 1));
   half = _mm_max_ps(half, _mm_movehl_ps(half, half));
@@ -138,12 +144,13 @@ inline float normalise_scales(float* scales, int num_keys) {
   return maximum / static_cast<float>(kWeight15);
 }
 
-// 2^x for x <= 126, relative error 3e-6 with degree 4, 1e-7 with degree 5; at or below -126 it is 2^-126.
+// 2^x for x <= 126, relative error 3e-6 with degree 4, 1e-7 with degree 5; at or below -126 it is 2^-126, of NaN it is
+// NaN.
 template <int kDegree>
 inline __m256 exp2_ps(__m256 x) {
   static_assert(kDegree == 4 || kDegree == 5);
   const __m256 magic = _mm256_set1_ps(12582912.0F);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
-  x = _mm256_max_ps(x, _mm256_set1_ps(-126.0F));
+  x = _mm256_max_ps(_mm256_set1_ps(-126.0F), x);  // in this order: where either is NaN the second is the result
   const __m256 shifted = _mm256_add_ps(x, magic);
   const __m256 f = _mm256_sub_ps(x, _mm256_sub_ps(shifted, magic));
   __m256 p;
@@ -225,7 +232,7 @@ inline void apply_softcap(StripChunk& chunk, int num_rows, int num_vectors, cons
     const __m256 doubled = _mm256_set1_ps(factor[r] * 2.0F / softcap);
     for (int i = 0; i < num_vectors; ++i) {
       const __m256 x = _mm256_mul_ps(_mm256_load_ps(chunk.scores[r] + 8 * i), doubled);
-      const __m256 e = exp2_ps<5>(_mm256_min_ps(x, limit));
+      const __m256 e = exp2_ps<5>(_mm256_min_ps(limit, x));
       const __m256 t = _mm256_div_ps(_mm256_set1_ps(2.0F), _mm256_add_ps(e, _mm256_set1_ps(1.0F)));
       _mm256_store_ps(chunk.scores[r] + 8 * i, _mm256_mul_ps(cap, _mm256_sub_ps(_mm256_set1_ps(1.0F), t)));
     }

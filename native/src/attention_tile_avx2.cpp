@@ -113,7 +113,7 @@ inline float largest_bf16(__m256i magnitudes) {
   return bf16_to_f32(static_cast<std::uint16_t>(bits));
 }
 
-// Scales of raw16 keys, one for each group; returns the largest value of all.
+// Scales of raw16 keys, one for each group; returns the largest value of all, infinity when there is a NaN.
 float scale_keys(const std::uint8_t* const* rows, int count, int padded, float* scales) {
   const __m256i magnitude = _mm256_set1_epi16(0x7fff);
   float largest = 0.0F;
@@ -126,6 +126,7 @@ float scale_keys(const std::uint8_t* const* rows, int count, int padded, float* 
       }
       const float maximum = largest_bf16(most);
       largest = maximum > largest ? maximum : largest;
+      largest = maximum == maximum ? largest : __builtin_inff();
       scales[group * kChunk + key] = maximum / static_cast<float>(kKeyLimit);
     }
   }

@@ -119,6 +119,15 @@ class CacheConfig:
     pin_fraction: float = option(
         0.0, "fraction of the KV memory that requests may pin (cache_control); 0 allows no pins"
     )
+    audit_fraction: float = option(
+        0.0,
+        "fraction of the reuses of blocks that are checked: checksum at once, computed again in idle time",
+    )
+    refresh_every: int | None = option(
+        None,
+        "reuses of a block after which its prefix is computed again in idle time, for lossy --kv-cache-dtype; "
+        "default: never",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,17 +301,28 @@ def _check_cache(cache: CacheConfig) -> None:
     if not 0.0 <= cache.pin_fraction < 1.0:
         msg = f"[config] --pin-fraction must be in [0, 1), received {cache.pin_fraction}"
         raise ConfigError(msg)
+    _check_guards(cache)
     if cache.prefix_cache == "on" and cache.kv_cache == "on":
         return
     kept = {
         "--cache-share": cache.cache_share,
         "--cache-ttl-s": cache.cache_ttl_s,
         "--pin-fraction": cache.pin_fraction,
+        "--audit-fraction": cache.audit_fraction,
+        "--refresh-every": cache.refresh_every,
     }
     for flag, value in kept.items():
         if value:
             msg = f"[config] {flag} must be left out without a prefix cache, received {value}"
             raise ConfigError(msg)
+
+
+def _check_guards(cache: CacheConfig) -> None:
+    if not 0.0 <= cache.audit_fraction <= 1.0:
+        msg = f"[config] --audit-fraction must be in [0, 1], received {cache.audit_fraction}"
+        raise ConfigError(msg)
+    if cache.refresh_every is not None:
+        _check_at_least(cache.refresh_every, 1, "--refresh-every")
 
 
 def _check_at_least(value: int, minimum: int, flag: str) -> None:

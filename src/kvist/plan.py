@@ -21,6 +21,7 @@ from kvist.precision import MIXED, KVPrecision
 from kvist.spec import (
     DTYPE_BYTES,
     GIB,
+    LOSSY_CODECS,
     KVSpec,
     ModelSpec,
     native_weight_bytes,
@@ -149,6 +150,10 @@ class EnginePlan:
     """Blocks remembered after they left the cache."""
     layer_windows: tuple[int, ...] = ()
     """Sliding window of each layer, 0: none; empty where nobody asks."""
+    audit_fraction: float = 0.0
+    """Share of the reuses of blocks that are checked."""
+    refresh_every: int = 0
+    """Reuses of a lossy block after which its prefix is computed again; 0: never."""
     schedule: str
     """Order of waiting requests."""
     max_overtakes: int
@@ -182,6 +187,8 @@ class EnginePlan:
             f"prefix_cache={'on' if self.prefix_cache else 'off'}",
             f"kv_cache={'on' if self.keep_kv else 'off'}",
             f"explain_blocks={self.explain_blocks}",
+            f"audit_fraction={self.audit_fraction:g}",
+            f"refresh_every={self.refresh_every or 'off'}",
             f"eviction={self.eviction}",
             f"cache_shares={','.join(f'{name}:{share:g}' for name, share in self.cache_shares) or 'none'}",
             f"cache_ttl_s={self.cache_ttl_s:g}",
@@ -254,6 +261,11 @@ def resolve(config: EngineConfig, spec: ModelSpec, hardware: Hardware) -> Engine
         )
     weight_bytes = weights.num_bytes(spec)
     context = _requested_context(config, spec)
+    if precision is not None and (config.cache.audit_fraction or config.cache.refresh_every):
+        raise ConfigError(
+            "[plan] --audit-fraction and --refresh-every work on blocks that keep their codec, received "
+            f"--kv-precision {precision}; leave them out, or set --kv-cache-dtype raw16 or int8"
+        )
     num_blocks, kv_bytes = _num_blocks(config, kv_spec, precision, context, weight_bytes, hardware)
     max_context_len, notes = _fit_context(config, kv_spec, context, num_blocks)
     if weights.plane == "torch" and config.model.dtype == "auto":
@@ -285,6 +297,8 @@ def resolve(config: EngineConfig, spec: ModelSpec, hardware: Hardware) -> Engine
         keep_kv=keep_kv,
         explain_blocks=config.cache.explain_blocks,
         layer_windows=tuple(layer.window or 0 for layer in spec.layers),
+        audit_fraction=config.cache.audit_fraction,
+        refresh_every=_refresh_every(config, kv_spec),
         eviction=config.cache.eviction,
         cache_shares=tuple(sorted(config.cache.cache_share.items())),
         cache_ttl_s=config.cache.cache_ttl_s or 0.0,
@@ -297,6 +311,16 @@ def resolve(config: EngineConfig, spec: ModelSpec, hardware: Hardware) -> Engine
         reserve_tokens=config.scheduler.reserve_tokens,
         notes=notes,
     )
+
+
+def _refresh_every(config: EngineConfig, kv_spec: KVSpec) -> int:
+    every = config.cache.refresh_every or 0
+    if every and kv_spec.codec not in LOSSY_CODECS:
+        raise ConfigError(
+            f"[plan] --refresh-every renews blocks of a lossy codec ({', '.join(sorted(LOSSY_CODECS))}), and "
+            f"{kv_spec.codec} keeps what was computed; leave it out, or set --kv-cache-dtype"
+        )
+    return every
 
 
 def memory_estimate(

@@ -178,6 +178,9 @@ INT4_GROUP = 32
 CODEC_BITS: dict[str, int] = {"raw16": 16, "int8": 8, "float32": 32}
 """Bits of a stored K or V value in each codec, without its scales. ``raw16`` is bfloat16."""
 
+LOSSY_CODECS = frozenset(CODEC_BITS) - {"raw16", "float32"}
+"""Codecs that keep less than the precision K and V are computed in."""
+
 CODEC_SCALE_GROUP: dict[str, int] = {"int8": 64}
 """Values of one position and head that share a scale of 16 bits, for codecs that have scales."""
 

@@ -47,11 +47,12 @@ import weakref
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from kvist.cache import invariants
+from kvist.cache import invalidation, invariants
 from kvist.cache.aging import Aging
 from kvist.cache.eviction import strategy_factory
 from kvist.cache.explain import Shortfall, explain, explain_off
 from kvist.cache.hash import TOKEN_BYTES, BlockHasher, TokenChain
+from kvist.cache.invalidation import Invalidation
 from kvist.cache.lease import PartialCopy, PrefixLease, PrefixMatch
 from kvist.cache.memory import DEFAULT_MAX_GHOSTS, PromptMemory
 from kvist.cache.pending import PendingIdentities, pending_key
@@ -68,12 +69,12 @@ if TYPE_CHECKING:
 
     from kvist.cache.block import Block
     from kvist.cache.eviction import StrategyFactory
+    from kvist.cache.guard import BlockGuard
     from kvist.cache.memory import Entry
     from kvist.cache.namespaces import Namespace
     from kvist.cache.survey import CacheSurvey
     from kvist.cache.tree import Node
     from kvist.precision import KVBudget
-    from kvist.types import MemoryOp
 
 
 class CacheManager:
@@ -122,6 +123,8 @@ class CacheManager:
             )
         self.block_size = block_size
         self.prefix_cache = prefix_cache
+        self.guard: BlockGuard | None = None
+        """Asked before blocks are reused; None: nobody is."""
         self._hasher = hasher
         if not 0.0 <= pin_fraction < 1.0:
             raise ConfigError(f"[cache] pin_fraction must be in [0, 1), received {pin_fraction}")
@@ -143,6 +146,8 @@ class CacheManager:
         self._counters = Counters()
         # Nodes published beside one sibling by the commit that is running.
         self._forks: list[Node] = []
+        # Leases that hold what was found to be wrong, until somebody asks.
+        self._distrusted: list[PrefixLease] = []
         # Weak: a lease that its owner forgot must be collected to be noticed.
         self._leases: weakref.WeakSet[PrefixLease] = weakref.WeakSet()
 
@@ -328,7 +333,8 @@ class CacheManager:
             ``can_ever_admit`` accepts is always admitted when no other lease is live.
 
         Side effects: counts the admission; a copy's target is allocated at once, which may evict. What was missed is
-            explained (``PrefixLease.miss``), and the rest of the sequence is remembered as being computed.
+            explained (``PrefixLease.miss``), and the rest of the sequence is remembered as being computed. What the
+            guard finds damaged is invalidated, and not hit.
 
         Complexity: O(blocks of the sequence).
         """
@@ -336,14 +342,14 @@ class CacheManager:
         if not self.is_current(match, chain):
             match = self.match(chain, match.max_hit_len)
         pool = self._pool
-        num_lacking = self.num_blocks_for(num_reserved_tokens) - len(match.nodes)
-        source = None if match.source is None else match.source.block
-        copy = match.copy
-        if source is not None and not self._has_room(match, source, max(num_lacking, 1)):
-            source = copy = None
-        num_new = max(num_lacking, 0 if source is None else 1)
-        if source is None and not self._has_room(match, None, num_new):
+        fit = self._fit(match, self.num_blocks_for(num_reserved_tokens))
+        if fit is None:
             return None
+        num_new, source = fit
+        copy = None if source is None else match.copy
+        if self.guard is not None and self._has_damaged(match.nodes, source):
+            # Once more without them: each round takes nodes away, so there is a last one.
+            return self.admit(match, chain, num_reserved_tokens, is_reuse=is_reuse)
         lease = self._lease_on_hits(match, chain, is_reuse=is_reuse)
         if source is not None:
             pool.hold(source)
@@ -451,6 +457,7 @@ class CacheManager:
                 self._entry_above(lease.open_node), lease.open_node.tokens
             )
             self._counters.num_partial_blocks += 1
+            self._seal(lease.open_node)
             lease.open_node = None
         while lease.in_flight:
             self._memory.end(lease.in_flight.pop())
@@ -559,6 +566,68 @@ class CacheManager:
         """
         return self._pool.take_memory_ops()
 
+    # --- content that must not be offered any more
+
+    def invalidate(self, nodes: Sequence[Node]) -> Invalidation:
+        """Take nodes whose content is wrong out of the cache, with all that follows them, whoever holds them.
+
+        Who misses them is told ``verification_failed``. Live leases that hold some of it keep their blocks, publish
+        nothing more, and are handed out by ``take_distrusted``; pins on it end.
+
+        Complexity: O(nodes taken out + leases + pins), with a search among siblings for each.
+        """
+        taken = self._detach(nodes, MissReason.VERIFICATION_FAILED)
+        self._counters.num_invalidated_blocks += taken.num_dropped + taken.num_detached
+        self._distrusted += taken.leases
+        return taken
+
+    def take_distrusted(self) -> list[PrefixLease]:
+        """Return the live leases that hold what was invalidated since the last call."""
+        taken = [lease for lease in self._distrusted if not lease.is_released]
+        self._distrusted.clear()
+        return taken
+
+    def forget(self, nodes: Sequence[Node]) -> Invalidation:
+        """Do as ``invalidate`` because somebody asked: the content is right, so its leases may go on with it."""
+        taken = self._detach(nodes, MissReason.EVICTED)
+        self._counters.num_reset_blocks += taken.num_dropped + taken.num_detached
+        return taken
+
+    def nodes_of(self, tenant: str | None = None) -> list[Node]:
+        """Return the first nodes of every namespace of a tenant, or of all; below them is all that is cached."""
+        return [
+            node
+            for namespace, root in self._tree.roots.items()
+            if tenant is None or namespace.tenant == tenant
+            for node in root.ordered
+        ]
+
+    def nodes_after(self, chain: TokenChain) -> list[Node]:
+        """Return the first nodes, of all sequences that begin with ``chain``, that hold its last token or later ones.
+
+        Below them is all that follows the sequence. O(blocks of the sequence + children of its last block).
+        """
+        index = (chain.num_tokens - 1) // self.block_size
+        parent = self._tree.roots.get(chain.namespace)
+        for nearer in range(index):
+            parent = None if parent is None else parent.children.get(chain.block_hash(nearer))
+        tail = chain.block_tokens(index)
+        children = [] if parent is None else parent.ordered
+        return [node for node in children if node.tokens.startswith(tail)]
+
+    def is_read(self, block: Block) -> bool:
+        """Return whether a live lease holds the block, or a copy is about to be made of it; pins alone read nothing."""
+        return block.ref_count > self._num_pins_of[block]
+
+    def renewed(self, node: Node) -> None:
+        """Take note that a block that nobody reads holds the same tokens' K and V, computed anew."""
+        self._seal(node)
+
+    def note_missed(self, num_tokens: int) -> None:
+        """Count tokens that are computed again because what was reused of them is not trusted any more."""
+        missed = self._counters.missed_tokens
+        missed[MissReason.VERIFICATION_FAILED.value] += num_tokens
+
     # --- the whole cache
 
     def reset(self) -> int:
@@ -617,13 +686,68 @@ class CacheManager:
         """Return whether a live lease computes block ``index``, and that block is wanted."""
         return num_hit_tokens < limit and pending_key(chain, index) in self._pending
 
-    def _has_room(self, match: PrefixMatch, source: Block | None, num_new: int) -> bool:
-        """Return whether the hits, the source of a copy and so many new blocks can be had together."""
+    def _fit(self, match: PrefixMatch, num_footprint: int) -> tuple[int, Block | None] | None:
+        """Return how many blocks a footprint needs beside the hits, and the copy's source if it is copied at all.
+
+        None: it does not fit now, not even without the copy.
+        """
+        num_hits, size = len(match.nodes), self._pool.sizes[0]
         # Holding an evictable block takes it from the others just as a promise does.
         num_taken = sum([node.block.size for node in match.nodes if node.block.ref_count == 0])
-        if source is not None and source.ref_count == 0:
-            num_taken += source.size
-        return num_taken + num_new * self._pool.sizes[0] <= self._pool.num_available_units
+        num_left = self._pool.num_available_units - num_taken
+        node = match.source
+        if node is not None and (self.guard is None or self.guard.may_copy(node)):
+            num_new = max(num_footprint - num_hits, 1)
+            num_taken = node.block.size if node.block.ref_count == 0 else 0
+            if num_taken + num_new * size <= num_left:
+                return num_new, node.block
+        num_new = max(num_footprint - num_hits, 0)
+        return (num_new, None) if num_new * size <= num_left else None
+
+    def _has_damaged(self, nodes: Sequence[Node], source: Block | None) -> bool:
+        """Ask the guard for what is about to be reused; invalidate what it finds, and return whether that was any."""
+        assert self.guard is not None
+        copied = [] if source is None or source.node is None else [source.node]
+        damaged = self.guard.find_damaged([*nodes, *copied])
+        if damaged:
+            self.invalidate(damaged)
+        return bool(damaged)
+
+    def _detach(self, roots: Sequence[Node], why: MissReason) -> Invalidation:
+        nodes = invalidation.subtrees(roots)
+        gone = set(nodes)
+        for pin in [p for p in self._pins if any(block.node in gone for block in p.blocks)]:
+            self.unpin(pin)
+        leases = tuple(lease for lease in self._leases if self._is_touched(lease, gone))
+        for lease in leases:
+            self._stop_publishing(lease)
+        num_dropped, num_detached = invalidation.detach(
+            nodes, self._tree, self._pool, self._memory, why
+        )
+        return Invalidation(num_dropped=num_dropped, num_detached=num_detached, leases=leases)
+
+    def _is_touched(self, lease: PrefixLease, gone: set[Node]) -> bool:
+        """Return whether a lease holds content of some nodes, or copies it just now. Its path ends with its tip."""
+        source = lease.copy_source
+        return (
+            lease.tip in gone
+            or lease.open_node in gone
+            or (source is not None and source.node in gone)
+        )
+
+    def _stop_publishing(self, lease: PrefixLease) -> None:
+        """Let nothing that a lease computes from now on enter the tree, and its open head leave with its path."""
+        lease.can_publish = False
+        self._drop_pending(lease)
+        while lease.in_flight:
+            self._memory.end(lease.in_flight.pop())
+        lease.open_node = lease.tip = None
+        lease.num_sealed = 0
+
+    def _seal(self, node: Node) -> None:
+        """Tell the guard that a node's block is final."""
+        if self.guard is not None:
+            self.guard.seal(node)
 
     def _lease_on_hits(
         self, match: PrefixMatch, chain: TokenChain, *, is_reuse: bool
@@ -715,6 +839,7 @@ class CacheManager:
             self._pool.free(block)
         elif node.duplicates:
             self._tree.replace(node, next(iter(node.duplicates)))
+            self._seal(node)
             self._pool.free(block)
         elif node.is_partial and self._tree.is_covered(node):
             self._supersede(node)
@@ -772,6 +897,7 @@ class CacheManager:
                 self._forks.append(node)
             self._counters.num_published_blocks += 1
             node.entry = self._memory.publish(self._entry_above(node), tokens)
+            self._seal(node)
         else:
             if lease.open_node is not None:
                 self._tree.remove(lease.open_node)
@@ -816,6 +942,7 @@ class CacheManager:
         else:
             self._pool.withdraw(published)
             self._tree.replace(node, block)
+            self._seal(node)
             self._pool.free(published)
 
     def _abandon_sibling(self, node: Node) -> None:

@@ -35,6 +35,7 @@ class Counters:
     num_reset_blocks: int = 0
     num_demotions_by_age: int = 0
     num_demotions_for_room: int = 0
+    num_invalidated_blocks: int = 0
     num_expired_pins: int = 0
     num_expired_blocks: int = 0
     num_verification_failures: int = 0
@@ -90,11 +91,13 @@ class CacheStats:
     num_evictions: int
     """Cached blocks dropped to allocate their memory."""
     num_reset_blocks: int
-    """Cached blocks dropped by reset; not in num_evictions."""
+    """Cached blocks dropped by reset, those that were still held too; not in num_evictions."""
     num_demotions_by_age: int
     """Times a block was made smaller because no running request had it among its recent ones any more."""
     num_demotions_for_room: int
     """Times a cached block that nobody used was made smaller instead of evicting one."""
+    num_invalidated_blocks: int
+    """Cached blocks taken out of the cache because what they held, or a block before them, was wrong; as above."""
     num_expired_pins: int
     """Pins whose TTL ended before they were given up."""
     num_expired_blocks: int

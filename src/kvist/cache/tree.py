@@ -63,6 +63,7 @@ class Node:
         "number",
         "ordered",
         "parent",
+        "seal",
         "tokens",
     )
 
@@ -104,6 +105,8 @@ class Node:
         """Whether a TTL or a pin on it ended by its time and none has begun since. ``manager`` sets it."""
         self.entry: Entry | None = None
         """What ``memory`` keeps of the tokens; None in a root and in an open node. ``manager`` sets it."""
+        self.seal: object | None = None
+        """What the guard (``guard``) keeps of it; the guard sets it."""
 
     @property
     def is_partial(self) -> bool:

@@ -47,6 +47,13 @@ class KVCodec(Protocol):
         """Return the (..., D) float32 values of ``stored`` (..., N); may share its memory."""
         ...
 
+    def is_finite(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return, for ``stored`` (..., N), booleans of which all are True exactly when all it stands for is finite.
+
+        The last dimension is whatever is cheapest to look at.
+        """
+        ...
+
     def error_bound(self, values: torch.Tensor) -> torch.Tensor:
         """Return (..., D) float32 bounds of ``|values - decode(encode(values))|`` for finite values (..., D)."""
         ...

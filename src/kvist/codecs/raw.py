@@ -44,6 +44,10 @@ class RawCodec:
         """Return the values, exact, in float32."""
         return stored.to(torch.float32)
 
+    def is_finite(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return (..., D): which values are finite."""
+        return torch.isfinite(stored)
+
     def error_bound(self, values: torch.Tensor) -> torch.Tensor:
         """Return half a unit in the last place, for values within the type's range."""
         kind = torch.finfo(self.dtype)

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
     from kvist.cache.stats import CacheStats
     from kvist.cache.survey import CacheSurvey
+    from kvist.engine.guards import GuardStats
     from kvist.engine.metrics import RequestStats
     from kvist.model.tokenizer import Tokenizer
     from kvist.plan import EnginePlan
@@ -88,6 +89,8 @@ class EngineStats:
     """Hits, latencies and the parts of a step, by sequence."""
     memory: MemoryStats
     """The pool in bytes, by state and by layer."""
+    guards: GuardStats
+    """What was found wrong with blocks and outputs, and what was done about it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +249,7 @@ class AsyncEngine:
             num_failed_requests=core.num_failed,
             requests=core.requests,
             memory=memory_stats(self.plan, core.cache, core.requests),
+            guards=core.guards,
         )
 
     def survey(self) -> Future[CacheSurvey]:
@@ -441,11 +445,14 @@ class AsyncEngine:
         if self._core.has_work:
             self._deliver(self._core.step())
             self._publish(0)
+        elif self._core.has_background_work:
+            self._core.background_step()
+            self._publish(0)
         return True
 
     def _wait(self) -> list[_Add | _Abort]:
         """Return the commands sent since the last call; sleep while there is nothing to do at all."""
-        if not self._core.has_work:
+        if not self._core.has_work and not self._core.has_background_work:
             with self._wakeup:
                 has_news = self._wakeup.wait_for(
                     self._has_news, IDLE_CHECK_S if self._core.has_unchecked_steps else None

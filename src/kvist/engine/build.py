@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import random
 import secrets
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,11 @@ from kvist.cache.hash import KEY_BYTES, BlockHasher
 from kvist.cache.manager import CacheManager
 from kvist.cache.namespaces import Namespace
 from kvist.engine.async_engine import AsyncEngine
+from kvist.engine.audit import Auditor
 from kvist.engine.core import EngineCore
+from kvist.engine.guards import Guards
+from kvist.engine.recovery import Recovery
+from kvist.engine.refresh import Refresher
 from kvist.kernels import native
 from kvist.model import catalog
 from kvist.model.loader import load_decoder
@@ -32,9 +37,12 @@ from kvist.runner.runner import ModelRunner
 from kvist.sched import policy
 from kvist.sched.scheduler import Scheduler
 from kvist.storage.arena import BlockArena
+from kvist.storage.inspection import BlockInspector
 from kvist.storage.slabs import SlabArena
+from kvist.types import BlockId
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from kvist.config import EngineConfig
@@ -42,6 +50,7 @@ if TYPE_CHECKING:
     from kvist.model.decoder import Decoder
     from kvist.model.tokenizer import Tokenizer
     from kvist.plan import EnginePlan
+    from kvist.sched.output import StepPlan, StepResult
     from kvist.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -116,6 +125,7 @@ def assemble(
     """
     # First, so that memory that is not there is refused before there is an object for each block of it.
     arena = _make_arena(plan, decoder)
+    runner = make_runner(decoder, arena)
     manager = CacheManager(
         num_blocks=plan.num_blocks,
         budget=_budget(plan, arena),
@@ -145,9 +155,10 @@ def assemble(
         ),
         manager=manager,
         scheduler=scheduler,
-        runner=make_runner(decoder, arena),
+        runner=runner,
         tokenizer=tokenizer,
         windows=sorted(set(plan.layer_windows) - {0}),
+        guards=_make_guards(plan, manager, scheduler, decoder, arena),
     )
 
 
@@ -155,7 +166,8 @@ def _make_arena(plan: EnginePlan, decoder: Decoder | NativeDecoder) -> BlockAren
     """Allocate the memory of all blocks."""
     kv_spec = planning.kv_spec_of(plan, decoder.spec)
     if not plan.precision:
-        return BlockArena(kv_spec, plan.num_blocks)
+        # One more than the pool has: audits compute into it.
+        return BlockArena(kv_spec, plan.num_blocks + plan.prefix_cache)
     assert isinstance(decoder, NativeDecoder), "a plan with several codecs is native"
     codecs = KVPrecision.parse(plan.precision).codecs
     return SlabArena(kv_spec, codecs, plan.kv_bytes, decoder.pool)
@@ -172,6 +184,48 @@ def _budget(plan: EnginePlan, arena: BlockArena | SlabArena) -> KVBudget | None:
         precision=precision,
         demote_before_evict=plan.demote_before_evict,
     )
+
+
+def _make_guards(
+    plan: EnginePlan,
+    manager: CacheManager,
+    scheduler: Scheduler,
+    decoder: Decoder | NativeDecoder,
+    arena: BlockArena | SlabArena,
+) -> Guards:
+    """Return what watches over the blocks, with the manager told of it."""
+    run = make_runner(decoder, arena).run
+    inspector = BlockInspector(arena)
+    auditor = Auditor(
+        fraction=plan.audit_fraction,
+        manager=manager,
+        inspector=inspector,
+        run=run,
+        spare_block=BlockId(plan.num_blocks)
+        if plan.prefix_cache and isinstance(arena, BlockArena)
+        else None,
+        max_tokens=plan.max_batch_tokens,
+        draw=random.Random().random,  # noqa: S311  # a choice of samples, not a secret
+    )
+
+    def scratch(num_blocks: int) -> tuple[BlockArena, Callable[[StepPlan], StepResult]]:
+        codec = "raw16" if plan.plane == "native" or plan.dtype == "bfloat16" else "float32"
+        blocks = BlockArena(dataclasses.replace(arena.kv_spec, codec=codec), num_blocks)
+        return blocks, make_runner(decoder, blocks).run
+
+    refresher = None
+    if plan.refresh_every and isinstance(arena, BlockArena):
+        refresher = Refresher(
+            every=plan.refresh_every,
+            manager=manager,
+            arena=arena,
+            scratch=scratch,
+            max_tokens=plan.max_batch_tokens,
+        )
+    guards = Guards(scheduler, auditor, Recovery(manager, scheduler, inspector, auditor), refresher)
+    if plan.prefix_cache:
+        manager.guard = guards
+    return guards
 
 
 def make_runner(decoder: Decoder | NativeDecoder, arena: BlockArena | SlabArena) -> Runner:

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvist.cache.namespaces import Namespace
 from kvist.engine.detokenizer import Detokenizer, StopStrings
+from kvist.engine.guards import GuardStats
 from kvist.engine.metrics import RequestMetrics
 from kvist.errors import DeadlineExceeded, EngineError, EngineOverloaded, InvariantViolation
 from kvist.sched.output import SampledToken, StepResult
-from kvist.sched.request import Request
+from kvist.sched.request import Request, RequestStatus
 from kvist.types import FinishReason, OutputChunk, RequestId, TokenId
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from kvist.cache.manager import CacheManager
     from kvist.cache.stats import CacheStats
     from kvist.cache.survey import CacheSurvey
+    from kvist.engine.guards import Guards
     from kvist.engine.metrics import RequestStats
     from kvist.model.tokenizer import Tokenizer
     from kvist.sched.output import StepPlan
@@ -96,6 +98,8 @@ class CoreStats:
     """Subset of num_finished."""
     requests: RequestStats
     """Hits, latencies and the parts of a step."""
+    guards: GuardStats
+    """What was found wrong, and what was done about it."""
 
 
 @dataclass(slots=True)
@@ -138,6 +142,7 @@ class EngineCore:
         runner: Runner,
         tokenizer: Tokenizer,
         windows: Iterable[int] = (),
+        guards: Guards | None = None,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         """Take ownership of the parts.
@@ -149,6 +154,7 @@ class EngineCore:
             runner: Computes the scheduler's plans.
             tokenizer: Only read; may be shared with other threads.
             windows: The sliding windows that the model's layers have; only counted by.
+            guards: What watches over the blocks; None: nothing does, and a sequence whose numbers are not finite fails.
             clock: Monotonic nanoseconds.
         """
         self._namespace = namespace
@@ -156,6 +162,7 @@ class EngineCore:
         self._scheduler = scheduler
         self._runner = runner
         self._tokenizer = tokenizer
+        self._guards = guards
         self._clock = clock
         self._eos_token_ids = frozenset(map(TokenId, tokenizer.eos_token_ids))
         self._sequences: dict[RequestId, _Sequence] = {}
@@ -172,6 +179,11 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether a step would compute anything."""
         return self._scheduler.has_work
+
+    @property
+    def has_background_work(self) -> bool:
+        """Whether there is something to do while nobody waits for anything."""
+        return self._guards is not None and self._guards.has_work
 
     @property
     def has_unchecked_steps(self) -> bool:
@@ -243,14 +255,23 @@ class EngineCore:
                 logger.exception("[engine] step %d failed", plan.step_index)
                 return [*ended, *self._fail_step(plan, error)]
             ran_ns = self._clock()
+            result = self._recovered(plan, result)
             failures = self._fail_sequences(result)
             updates = self._scheduler.apply(plan, self._without_gaps(plan, result))
             outputs = [*ended, *failures, *map(self._chunk, updates)]
             stamps_ns = (begin_ns, planned_ns, ran_ns, self._clock())
             self._metrics.step(stamps_ns, result.sample_ns)
+            if self._guards is not None:
+                self._guards.run_under_load()
             return outputs
         finally:
             self._busy_ns += self._clock() - started_ns
+
+    def background_step(self) -> None:
+        """Compute one chunk of what can wait; to be called while ``has_work`` is False."""
+        assert self._guards is not None
+        self._num_steps += 1  # the laws are to be checked again
+        self._guards.run_once()
 
     def check_invariants(self) -> None:
         """Check the conservation law, and that an idle engine holds no block but pinned ones.
@@ -292,6 +313,7 @@ class EngineCore:
             num_aborted=self._num_aborted,
             num_failed=self._num_failed,
             requests=self._metrics.stats(),
+            guards=GuardStats() if self._guards is None else self._guards.stats(),
         )
 
     def _request(
@@ -420,6 +442,17 @@ class EngineCore:
         self._manager.check_invariants()
         return outputs
 
+    def _recovered(self, plan: StepPlan, result: StepResult) -> StepResult:
+        """Let the guards deal with numbers that are not finite, and with blocks found to be wrong in this step."""
+        if self._guards is None:
+            return result
+        damaged = {
+            sequence.request_id: self._sequences[sequence.request_id].request
+            for sequence in plan.sequences
+            if sequence.request_id in result.damaged and sequence.request_id in self._sequences
+        }
+        return self._guards.after_run(result, damaged)
+
     def _fail_sequences(self, result: StepResult) -> list[RequestFailure]:
         """End the client calls of the sequences for which no token could be chosen."""
         return [
@@ -439,15 +472,19 @@ class EngineCore:
         return [RequestFailure(request_id=call.group.request_id, error=error)]
 
     def _without_gaps(self, plan: StepPlan, result: StepResult) -> StepResult:
-        """Return the result with a sample for each sequence that has ended: the scheduler wants one and drops it."""
-        ended = [s.request_id for s in plan.sequences if s.request_id not in self._sequences]
-        if not ended:
+        """Return the result with a sample for each sequence that does not run: the scheduler wants one and drops it."""
+        absent = [s.request_id for s in plan.sequences if not self._is_running(s.request_id)]
+        if not absent:
             return result
         nothing = SampledToken(token_id=TokenId(0))
         return StepResult(
             step_index=result.step_index,
-            samples={**dict.fromkeys(ended, nothing), **result.samples},
+            samples={**dict.fromkeys(absent, nothing), **result.samples},
         )
+
+    def _is_running(self, request_id: RequestId) -> bool:
+        sequence = self._sequences.get(request_id)
+        return sequence is not None and sequence.request.status is RequestStatus.RUNNING
 
     def _forget(self, request_id: RequestId, reason: FinishReason, usage: Usage) -> None:
         """Drop a sequence that ended; log it, and count the call when it was the last one."""

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvist.errors import InvariantViolation
 from kvist.model.native_decoder import StepSequence
+from kvist.runner.damage import damage_messages
 from kvist.runner.sampler import SampleFailure, sample_rows
 from kvist.sched.output import StepResult
 from kvist.storage.slabs import SlabArena
 
 if TYPE_CHECKING:
     from kvist.model.native_decoder import StepScores
-    from kvist.sched.output import SampledToken, ScheduledSequence, StepPlan
+    from kvist.sched.output import SampledToken, StepPlan
     from kvist.storage.arena import BlockArena
     from kvist.types import RequestId
 
@@ -83,31 +84,21 @@ class NativeRunner:
         )
         sample_ns = time.perf_counter_ns() - started_ns
         samples: dict[RequestId, SampledToken] = {}
-        failed = _damaged(sequences, scores.damaged_rows)
+        failed = damage_messages(sequences, scores.damaged_rows)
+        damaged = set(failed)
         for sequence, outcome in zip(sampled, outcomes, strict=True):
             if sequence.request_id in failed:
                 continue
             if isinstance(outcome, SampleFailure):
                 failed[sequence.request_id] = f"{outcome.message} (request {sequence.request_id})"
+                if outcome.is_damage:
+                    damaged.add(sequence.request_id)
             else:
                 samples[sequence.request_id] = outcome
         return StepResult(
-            step_index=plan.step_index, samples=samples, failed=failed, sample_ns=sample_ns
+            step_index=plan.step_index,
+            samples=samples,
+            failed=failed,
+            damaged=frozenset(damaged),
+            sample_ns=sample_ns,
         )
-
-
-def _damaged(sequences: tuple[ScheduledSequence, ...], rows: list[int]) -> dict[RequestId, str]:
-    """Return a message for each sequence that wrote K or V values that are no finite numbers."""
-    messages: dict[RequestId, str] = {}
-    if not rows:
-        return messages
-    first_row = 0
-    for sequence in sequences:
-        own = [row - first_row for row in rows if 0 <= row - first_row < len(sequence.token_ids)]
-        if own:
-            messages[sequence.request_id] = (
-                f"[runner] expected finite K and V, received others at position {sequence.start + own[0]} "
-                f"(request {sequence.request_id}); the weights or the KV blocks are damaged"
-            )
-        first_row += len(sequence.token_ids)
-    return messages

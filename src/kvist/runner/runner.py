@@ -15,6 +15,7 @@ import torch
 
 from kvist.errors import InvariantViolation
 from kvist.kernels.batch import AttentionBatch
+from kvist.runner.damage import damage_messages
 from kvist.runner.sampler import SampleFailure, sample
 from kvist.sched.output import StepResult
 
@@ -79,9 +80,16 @@ class ModelRunner:
                 device=self._arena.device,
             )
             hidden = self._decoder.forward(token_ids, batch, self._arena)
-            return self._sample(plan, batch, hidden)
+            damaged = damage_messages(plan.sequences, self._arena.damaged_rows(batch.slots))
+            return self._sample(plan, batch, hidden, damaged)
 
-    def _sample(self, plan: StepPlan, batch: AttentionBatch, hidden: torch.Tensor) -> StepResult:
+    def _sample(
+        self,
+        plan: StepPlan,
+        batch: AttentionBatch,
+        hidden: torch.Tensor,
+        failed: dict[RequestId, str],
+    ) -> StepResult:
         # The row of a sequence's last token is the one before the next sequence's first.
         sampled = [
             (stop - 1, sequence.request_id, sequence.sample)
@@ -89,7 +97,7 @@ class ModelRunner:
             if sequence.sample is not None
         ]
         samples: dict[RequestId, SampledToken] = {}
-        failed: dict[RequestId, str] = {}
+        damaged = set(failed)
         sample_ns = 0
         if sampled:
             rows = torch.tensor([row for row, _, _ in sampled], device=hidden.device)
@@ -98,13 +106,18 @@ class ModelRunner:
             outcomes = sample(logits, [spec for _, _, spec in sampled])
             sample_ns = time.perf_counter_ns() - started_ns
             for (_, request_id, _), outcome in zip(sampled, outcomes, strict=True):
+                if request_id in failed:
+                    continue
                 if isinstance(outcome, SampleFailure):
                     failed[request_id] = f"{outcome.message} (request {request_id})"
+                    if outcome.is_damage:
+                        damaged.add(request_id)
                 else:
                     samples[request_id] = outcome
         return StepResult(
             step_index=plan.step_index,
             samples=samples,
             failed=failed,
+            damaged=frozenset(damaged),
             sample_ns=sample_ns,
         )

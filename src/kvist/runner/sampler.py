@@ -58,6 +58,8 @@ class SampleFailure:
 
     message: str
     """In the form of an error message."""
+    is_damage: bool = False
+    """Whether the row has no finite numbers, which computing it again may mend."""
 
 
 def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[SampledToken | SampleFailure]:
@@ -94,7 +96,8 @@ def sample_rows(
             outcomes.append(
                 SampleFailure(
                     message="[sampler] expected finite logits, received "
-                    f"{best_logits[index]} as the largest of a row; the weights or the KV blocks are damaged"
+                    f"{best_logits[index]} as the largest of a row; the weights or the KV blocks are damaged",
+                    is_damage=True,
                 )
             )
         elif _is_plain(spec.params):

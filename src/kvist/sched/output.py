@@ -103,5 +103,7 @@ class StepResult:
     failed: Mapping[RequestId, str] = field(default_factory=dict)
     """Sequences whose next token could not be chosen, each with the reason as an error message; the others go on.
     Their blocks may hold NaN: they must not be published."""
+    damaged: frozenset[RequestId] = frozenset()
+    """Those of ``failed`` whose logits, or whose K or V of this step, are no finite numbers."""
     sample_ns: int = 0
     """Time spent on choosing tokens by their logits, a part of the step's."""

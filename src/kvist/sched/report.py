@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvist.types import MissReason, MissReport, MissSpan
+
 if TYPE_CHECKING:
     from kvist.sched.request import RequestStatus
     from kvist.types import FinishReason, RequestId, TokenId, TokenLogprobs, Usage
@@ -98,3 +100,11 @@ class SchedulerStats:
     """Now; deferred and preempted requests included."""
     num_waiting_tokens: int
     """Now: positions that the waiting requests are expected to need, outputs included."""
+
+
+def distrust(num_prompt_tokens: int) -> MissReport | None:
+    """Return the report of a prompt that was computed again as a whole; None when it has one token, never reused."""
+    if num_prompt_tokens == 1:
+        return None
+    span = MissSpan(start=0, end=num_prompt_tokens - 1, reason=MissReason.VERIFICATION_FAILED)
+    return MissReport(spans=(span,), num_common_tokens=0)

@@ -116,6 +116,8 @@ class Request:
     admitted_ns: int | None = field(init=False, default=None)
     """When it was admitted first, on the scheduler's clock; None before."""
     num_preemptions: int = field(init=False, default=0)
+    is_distrustful: bool = field(init=False, default=False)
+    """Whether it reuses nothing any more, because something that it had reused, or computed, was wrong."""
     on_wake: Callable[[], None] | None = field(init=False, default=None)
     """Set while the request sleeps (``Scheduler.sleep``); only while RUNNING."""
     num_tokens_at_preemption: int = field(init=False, default=0)

@@ -67,7 +67,7 @@ from kvist.sched.lengths import Lengths
 from kvist.sched.output import SampleSpec, ScheduledSequence, StepPlan
 from kvist.sched.policy import check_priority
 from kvist.sched.preemption import choose_victim
-from kvist.sched.report import RequestRow, RequestUpdate, SchedulerStats
+from kvist.sched.report import RequestRow, RequestUpdate, SchedulerStats, distrust
 from kvist.sched.request import Request, RequestStatus
 from kvist.sched.running import Running, by_arrival, lease_of
 from kvist.sched.step import InFlight, Step
@@ -76,8 +76,9 @@ from kvist.sched.waiting import Waiting
 from kvist.types import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
+    from kvist.cache.lease import PrefixLease
     from kvist.cache.manager import CacheManager
     from kvist.sched.output import SampledToken, StepResult
     from kvist.sched.policy import SchedulingPolicy
@@ -306,6 +307,39 @@ class Scheduler:
             return False
         self._preempt(request)
         return True
+
+    def recompute(self, request_id: RequestId) -> bool:
+        """Preempt a running request whose K and V are not to be trusted; it resumes from its tokens, reusing nothing.
+
+        Safe between ``plan`` and ``apply``, like ``preempt``. Whatever it has published has to be invalidated by the
+        caller before. Its usage says that nothing was reused, and why.
+
+        Returns:
+            Whether the request was running.
+        """
+        request = self._requests.get(request_id)
+        if request is None or not self.preempt(request_id):
+            return False
+        request.is_distrustful = True
+        request.num_cached_tokens = 0
+        request.miss = distrust(request.num_prompt_tokens)
+        self._manager.note_missed(request.num_tokens - 1)
+        return True
+
+    def holders(self, leases: Collection[PrefixLease]) -> tuple[Request, ...]:
+        """Return the running requests that hold some leases; only to be read. O(running)."""
+        return tuple(request for request in self._running.requests if request.lease in leases)
+
+    @property
+    def num_arrived(self) -> int:
+        """Requests accepted so far."""
+        return self._num_arrived
+
+    @property
+    def oldest_arrival(self) -> int | None:
+        """``arrival_index`` of the request in progress that arrived first; None: there is none."""
+        oldest = next(iter(self._requests.values()), None)
+        return None if oldest is None else oldest.arrival_index
 
     def sleep(self, request: Request, on_wake: Callable[[], None]) -> None:
         """Leave a running request out of plans until ``wake``.

@@ -111,7 +111,7 @@ class Waiting:
     def look_up(self, request: Request) -> PrefixMatch:
         """Return what the cache holds of a waiting request; what was found before, as long as that is current."""
         # The last token is always computed, since its logits choose the next one.
-        max_hit_len = request.num_tokens - 1
+        max_hit_len = 0 if request.is_distrustful else request.num_tokens - 1
         match = request.match
         if (
             match is None

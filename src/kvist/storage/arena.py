@@ -141,6 +141,25 @@ class BlockArena:
         stored = self._codec.encode(torch.stack((k, v), dim=1))
         self._writable[layer_index].index_put_((block_ids, offsets), stored)
 
+    def damaged_rows(self, slots: torch.Tensor) -> list[int]:
+        """Return which of some slots, (T,) int64 of written positions, hold a K or V that is no finite number.
+
+        Complexity: reads the slots' bytes once, as much as a step's writing of them.
+        """
+        block_ids = torch.div(slots, self._kv_spec.block_size, rounding_mode="floor")
+        offsets = slots - block_ids * self._kv_spec.block_size
+        stored = self._view[block_ids, :, :, :, offsets]
+        is_whole = self._codec.is_finite(stored).flatten(1).all(dim=1)
+        return torch.nonzero(~is_whole).flatten().tolist()
+
+    def codec_at(self, block_id: int) -> KVCodec:  # noqa: ARG002  # here all blocks have one
+        """Return the format of a block."""
+        return self._codec
+
+    def head(self, block_id: int, num_tokens: int) -> torch.Tensor:
+        """Return the (L, 2, K, num_tokens, N) view of a block's first positions, in the codec's dtype."""
+        return self._view[block_id, ..., :num_tokens, :]
+
     def copy(self, source: int, target: int, num_tokens: int) -> None:
         """Copy the first ``num_tokens`` positions of one block into another, K and V of all layers.
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from kvist.codecs import registry
 from kvist.errors import ConfigError, InvariantViolation
 from kvist.kernels import native
 from kvist.storage.arena import allocate
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kvist.codecs.base import KVCodec
     from kvist.spec import KVSpec
     from kvist.types import MemoryOp
 
@@ -218,6 +220,20 @@ class SlabArena:
         """Return the (block_bytes,) view of an allocated block; it holds until the next ``apply``."""
         offset = int(self.offsets[block_id])
         return self._bytes[offset : offset + self._class_of(block_id).block_bytes]
+
+    def codec_at(self, block_id: int) -> KVCodec:
+        """Return the format of an allocated block."""
+        return registry.get(self.codec_of(block_id))
+
+    def head(self, block_id: int, num_tokens: int) -> torch.Tensor:
+        """Return the (L, 2, K, num_tokens, N) view of a block's first positions, in the dtype of its codec.
+
+        It holds until the next ``apply``.
+        """
+        spec, codec = self._class_of(block_id).spec, self.codec_at(block_id)
+        shape = (spec.num_layers, 2, spec.num_kv_heads, spec.block_size, -1)
+        stored = torch.from_numpy(self.block(block_id)).view(codec.dtype).view(shape)
+        return stored[..., :num_tokens, :]
 
     def apply(self, ops: Iterable[MemoryOp | BlockCopy]) -> None:
         """Carry out what happens to memory between two steps, in order.

@@ -156,7 +156,8 @@ def test_a_damaged_sequence_fails_alone_and_is_named() -> None:
     )
     assert set(result.samples) == {"good", "also good"}
     assert set(result.failed) == {"bad"}
-    assert "expected finite logits" in result.failed["bad"]
+    assert result.damaged == {"bad"}
+    assert "expected finite K and V, received others at position 0" in result.failed["bad"]
     assert "(request bad)" in result.failed["bad"]
 
 
