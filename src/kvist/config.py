@@ -218,6 +218,9 @@ class ServerConfig:
         "API key that is accepted, or 'NAME KEY'; repeatable. Each name, or key without one, has a private cache",
     )
     api_key_file: str | None = option(None, "file with one such key a line")
+    admin: tuple[str, ...] = option(
+        (), "name of a tenant whose API keys may reset the cache of all; repeatable"
+    )
     served_name: str | None = option(
         None, "model name in requests and /v1/models; default: the name given as --model"
     )
@@ -238,6 +241,10 @@ class ServerConfig:
         None,
         "URL that takes OpenTelemetry spans over HTTP, such as http://127.0.0.1:4318; needs kvist[otel]; default: "
         "OTEL_EXPORTER_OTLP_ENDPOINT, or no spans",
+    )
+    stop_degenerate: bool = option(
+        False,
+        "end outputs that go round in circles, unless a request says otherwise; they are told of in any case",
     )
 
     def __post_init__(self) -> None:

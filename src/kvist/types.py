@@ -96,6 +96,8 @@ class SamplingParams:
     """Go on after the model's end-of-sequence token (``stop`` and ``stop_token_ids`` still end it)."""
     n: int = 1
     """Sequences generated from one prompt, sharing its blocks. [1, 128]."""
+    stop_degenerate: bool = False
+    """End the output where it is seen to go round in circles; it is told of in any case (``Degeneration``)."""
 
     def __post_init__(self) -> None:
         wrong = mismatch(self)
@@ -178,6 +180,16 @@ class Keep:
     is_pinned: bool = False
     """False: its blocks go after all others of their tenant, if running requests need the memory. True: they do not go;
     where the pins' budget has no room, as False."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheReset:
+    """What a reset has done."""
+
+    num_dropped_blocks: int
+    """Blocks that are free now."""
+    num_detached_blocks: int
+    """Blocks that running requests still hold: offered to nobody any more, and free when those end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,6 +308,29 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Degeneration:
+    """That an output goes round in circles, as far as its tokens show it."""
+
+    kind: Literal["loop", "entropy"]
+    """``loop``: its end repeats a run of tokens again and again. ``entropy``: it is made of very few different ones."""
+    start: int
+    """Index of the output token where that begins."""
+    period: int | None = None
+    """Tokens of the run that is repeated; None unless it is a loop."""
+    entropy_bits: float | None = None
+    """Entropy of the tokens from start on, as often as each occurs; None unless that is the sign."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishDetails:
+    """What there is to say of the end of a sequence beyond its reason."""
+
+    degeneration: Degeneration
+    is_stopped: bool
+    """Whether it was ended for that (``SamplingParams.stop_degenerate``)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OutputChunk:
     """What one step added to one sequence of a request."""
 
@@ -313,5 +348,7 @@ class OutputChunk:
     """Set on the last chunk of the sequence."""
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended it, if one of the request's own did."""
+    finish_details: FinishDetails | None = None
+    """On the last chunk of a sequence that went round in circles."""
     usage: Usage | None = None
     """Set on the last chunk of the sequence."""

@@ -62,8 +62,8 @@ class ByteTokenizer:
             lines.insert(messages[0]["role"] == "system", f"tools: {json.dumps(tools)}\n")
         return "".join(lines) + ("assistant: " if add_generation_prompt else "")
 
-    def encode_chat(self, messages, *, tools=None) -> list[int]:
-        return self.encode(self.apply_chat_template(messages, tools=tools))
+    def encode_chat(self, messages, add_generation_prompt: bool = True, *, tools=None) -> list[int]:
+        return self.encode(self.apply_chat_template(messages, add_generation_prompt, tools=tools))
 
 
 def extend_hash(prefix_hash: int, token_id: int) -> int:

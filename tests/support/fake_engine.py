@@ -56,8 +56,15 @@ class FakeTokenizer:
         turns += "".join(f"<{m['role']}>{m['content']}\n" for m in messages)
         return f"{turns}<assistant>" if add_generation_prompt else turns
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, tools=None) -> list[int]:
-        return list(self.apply_chat_template(messages, tools=tools).encode())
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        add_generation_prompt: bool = True,
+        *,
+        tools=None,
+    ) -> list[int]:
+        rendered = self.apply_chat_template(messages, add_generation_prompt, tools=tools)
+        return list(rendered.encode())
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,11 @@ class BlockGuard(Protocol):
         """Return whether the head of a node may be copied at all; False: it is computed instead."""
         ...
 
-    def find_damaged(self, nodes: Sequence[Node]) -> list[Node]:
-        """Return those of the nodes, about to be reused by an admission, whose blocks must not be.
+    def find_damaged(self, nodes: Sequence[Node], copied: Node | None) -> list[Node]:
+        """Return those of some nodes, about to be reused by an admission, whose blocks must not be.
 
         Args:
-            nodes: The full blocks of a prefix in order, and the one whose head is to be copied, if any.
+            nodes: The full blocks of a prefix, in order.
+            copied: The one whose head is to be copied, if any.
         """
         ...

@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from kvist.cache.survey import CacheSurvey
     from kvist.cache.tree import Node
     from kvist.precision import KVBudget
+    from kvist.types import MemoryOp
 
 
 class CacheManager:
@@ -707,8 +708,7 @@ class CacheManager:
     def _has_damaged(self, nodes: Sequence[Node], source: Block | None) -> bool:
         """Ask the guard for what is about to be reused; invalidate what it finds, and return whether that was any."""
         assert self.guard is not None
-        copied = [] if source is None or source.node is None else [source.node]
-        damaged = self.guard.find_damaged([*nodes, *copied])
+        damaged = self.guard.find_damaged(nodes, None if source is None else source.node)
         if damaged:
             self.invalidate(damaged)
         return bool(damaged)

@@ -1,9 +1,10 @@
-"""``kvist cache``: look into the cache of a running server."""
+"""``kvist cache``: look into the cache of a running server, and reset it."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
@@ -11,14 +12,14 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from kvist.cli.console import fail, print_json, result_console
+from kvist.cli.console import EXIT_USAGE, fail, print_json, result_console
 from kvist.cli.options import takes_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 app = typer.Typer(
-    name="cache", help="Look into the cache of a running server.", no_args_is_help=True
+    name="cache", help="Look into the cache of a running server, or reset it.", no_args_is_help=True
 )
 
 TIMEOUT_S = 10.0
@@ -131,6 +132,57 @@ def breakers(
         console.print(Text(f"{kind}: {hint}"))
 
 
+@app.command()
+@takes_options
+def reset(
+    *,
+    url: Url = "http://127.0.0.1:8000",
+    api_key: ApiKey = None,
+    everybody: Annotated[
+        bool,
+        typer.Option(
+            "--all", help="the cache of all API keys; needs a key of one that --admin names"
+        ),
+    ] = False,
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            help="only what begins with this text, from its last block on", show_default=False
+        ),
+    ] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(help="file with such a text", show_default=False, exists=True, dir_okay=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the answer as JSON")] = False,
+) -> None:
+    """Make a running server forget what it has cached: of this API key, unless --all says otherwise.
+
+    Running requests are not disturbed. Prompts of chats can be given as messages over HTTP (docs/guards.md).
+    """
+    if everybody + (prompt is not None) + (prompt_file is not None) > 1:
+        fail(
+            "[cache] --all, --prompt and --prompt-file exclude each other; give one of them",
+            exit_code=EXIT_USAGE,
+        )
+    if prompt_file is not None:
+        try:
+            prompt = prompt_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            fail(f"[cache] --prompt-file {prompt_file} cannot be read as UTF-8: {error}")
+    body: dict[str, str] = {"scope": "all" if everybody else "namespace"}
+    if prompt is not None:
+        body = {"scope": "prompt", "prompt": prompt}
+    document = _fetch(url, "/v1/cache/reset", api_key, body)
+    if as_json:
+        print_json(document)
+        return
+    result_console().print(
+        f"{document['dropped_blocks']:,} blocks forgotten, and {document['detached_blocks']:,} more that running "
+        "requests still hold"
+    )
+
+
 def explained(prompt: dict[str, Any]) -> Iterator[str]:  # Any: JSON values
     """Yield lines for a person about one prompt."""
     recomputed = prompt["recomputed_tokens"]
@@ -181,12 +233,21 @@ def _shown(text: str) -> str:
     return repr(text)[1:-1]
 
 
-def _fetch(url: str, path: str, api_key: str | None) -> dict[str, Any]:  # Any: JSON values
+def _fetch(
+    url: str, path: str, api_key: str | None, body: dict[str, str] | None = None
+) -> dict[str, Any]:  # Any: JSON values
+    """Return what a server answers to a GET, or to a POST of ``body``; leave with a message when it is an error."""
     import httpx  # noqa: PLC0415  # 0.2 s that other commands need not wait for
 
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        response = httpx.get(f"{url.rstrip('/')}{path}", headers=headers, timeout=TIMEOUT_S)
+        response = httpx.request(
+            "GET" if body is None else "POST",
+            f"{url.rstrip('/')}{path}",
+            headers=headers,
+            json=body,
+            timeout=TIMEOUT_S,
+        )
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         fail(
             f"[cache] no answer from {url} ({error}); is `kvist serve` running, and is --url right?"

@@ -24,7 +24,15 @@ if TYPE_CHECKING:
     from kvist.engine.async_engine import AsyncEngine, EngineStats, RequestStream
     from kvist.model.tokenizer import Tokenizer
     from kvist.plan import EnginePlan
-    from kvist.types import FinishReason, OutputChunk, TokenId, TokenLogprobs, Usage
+    from kvist.types import (
+        CacheReset,
+        FinishDetails,
+        FinishReason,
+        OutputChunk,
+        TokenId,
+        TokenLogprobs,
+        Usage,
+    )
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -45,6 +53,8 @@ class Choice:
     logprobs: tuple[TokenLogprobs, ...]
     """One entry per token when asked for, else empty."""
     usage: Usage
+    finish_details: FinishDetails | None = None
+    """Set when the output went round in circles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +94,11 @@ class GenerationResult:
     def usage(self) -> Usage:
         """What it cost."""
         return self.choices[0].usage
+
+    @property
+    def finish_details(self) -> FinishDetails | None:
+        """Set when the output went round in circles."""
+        return self.choices[0].finish_details
 
 
 class Engine:
@@ -215,6 +230,19 @@ class Engine:
         """
         return self.tokenizer.encode_chat(messages)
 
+    def reset_cache(self, prompt: Prompt | None = None) -> CacheReset:
+        """Forget what is cached; running requests keep what they hold.
+
+        Args:
+            prompt: Only what begins with this prompt, from the block of its last token on; None: everything.
+
+        Raises:
+            RequestError: The prompt is empty or invalid.
+            EngineStopped: The engine was closed or has failed.
+        """
+        token_ids = None if prompt is None else self.encode(prompt)
+        return self._engine.reset_cache("", token_ids).result()
+
     def close(self) -> None:
         """End running requests and the engine's thread. Idempotent."""
         self._engine.close()
@@ -325,6 +353,7 @@ def _choice(chunks: list[OutputChunk]) -> Choice:
         stop_reason=last.stop_reason,
         logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
         usage=last.usage,
+        finish_details=last.finish_details,
     )
 
 

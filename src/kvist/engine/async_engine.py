@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from kvist.model.tokenizer import Tokenizer
     from kvist.plan import EnginePlan
     from kvist.sched.scheduler import SchedulerStats
-    from kvist.types import OutputChunk, SamplingParams, TokenId
+    from kvist.types import CacheReset, OutputChunk, SamplingParams, TokenId
 
 __all__ = ["AsyncEngine", "EngineStats", "RequestStream"]
 
@@ -103,6 +103,16 @@ class _Abort:
     request_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Reset:
+    tenant: str | None
+    prompt_token_ids: tuple[TokenId, ...] | None
+    done: Future[CacheReset]
+
+
+_Command = _Add | _Abort | _Reset
+
+
 class AsyncEngine:
     """A running engine that any thread or event loop may submit requests to.
 
@@ -124,9 +134,10 @@ class AsyncEngine:
         self._core = core
         self._clock = clock
         self._wakeup = threading.Condition()
-        self._commands: deque[_Add | _Abort] = deque()
         self._surveys: list[Future[CacheSurvey]] = []
+        self._commands: deque[_Command] = deque()
         self._streams: dict[str, RequestStream] = {}
+        self._resets: set[Future[CacheReset]] = set()
         self._num_untaken = 0  # sequences in _commands; those taken are the scheduler's to count
         self._thread: threading.Thread | None = None
         self._started_ns: int | None = None
@@ -232,6 +243,35 @@ class AsyncEngine:
             self._wakeup.notify_all()
         return stream
 
+    def reset_cache(
+        self, tenant: str | None, prompt_token_ids: Sequence[int] | None = None
+    ) -> Future[CacheReset]:
+        """Forget what is cached, between two steps. Running requests keep what they hold and are not disturbed.
+
+        Args:
+            tenant: Whose; None: everybody's.
+            prompt_token_ids: Only what begins with these tokens, from the block of the last of them on; needs a tenant.
+                Earlier blocks stay, since other prompts share them: give fewer tokens to go further back. None: all.
+
+        Returns:
+            Done when the cache is; what has been forgotten.
+
+        Raises:
+            RequestError: The prompt is empty, or a token id is outside the vocabulary.
+            EngineStopped: The engine was closed or has failed; raised by the result when that happens meanwhile.
+        """
+        token_ids: tuple[TokenId, ...] | None = None
+        if prompt_token_ids is not None:
+            token_ids = self._checked_ids(prompt_token_ids)
+        done: Future[CacheReset] = Future()
+        with self._wakeup:
+            if self._stop_error is not None:
+                raise EngineStopped(str(self._stop_error))
+            self._resets.add(done)
+            self._commands.append(_Reset(tenant, token_ids, done))
+            self._wakeup.notify_all()
+        return done
+
     def stats(self) -> EngineStats:
         """Return the counters as they were after the latest step; from any thread, without waiting for the step."""
         with self._wakeup:
@@ -312,13 +352,23 @@ class AsyncEngine:
     def _checked_prompt(
         self, prompt_token_ids: Sequence[int], params: SamplingParams
     ) -> tuple[TokenId, ...]:
+        self._check_length(len(prompt_token_ids), params.max_tokens)
+        token_ids = self._checked_ids(prompt_token_ids)
+        vocab_size = self.plan.vocab_size
+        _check_vocabulary(params.logit_bias, vocab_size, "logit_bias", InvalidSamplingParams)
+        _check_vocabulary(
+            params.stop_token_ids, vocab_size, "stop_token_ids", InvalidSamplingParams
+        )
+        return token_ids
+
+    def _checked_ids(self, prompt_token_ids: Sequence[int]) -> tuple[TokenId, ...]:
+        """Return a prompt as token ids of the model's vocabulary; raise RequestError when it is none."""
         if not len(prompt_token_ids):
             raise RequestError(
                 "[engine] expected at least one prompt token, received none; send a prompt that is not empty",
                 param="prompt",
                 code="invalid_value",
             )
-        self._check_length(len(prompt_token_ids), params.max_tokens)
         try:
             token_ids = tuple(map(operator.index, prompt_token_ids))
         except TypeError as error:
@@ -327,10 +377,6 @@ class AsyncEngine:
             ) from None
         vocab_size = self.plan.vocab_size
         _check_vocabulary((min(token_ids), max(token_ids)), vocab_size, "prompt", RequestError)
-        _check_vocabulary(params.logit_bias, vocab_size, "logit_bias", InvalidSamplingParams)
-        _check_vocabulary(
-            params.stop_token_ids, vocab_size, "stop_token_ids", InvalidSamplingParams
-        )
         return token_ids  # type: ignore[return-value]  # checked to be token ids just now
 
     def _check_length(self, num_tokens: int, max_tokens: int | None) -> None:
@@ -450,7 +496,7 @@ class AsyncEngine:
             self._publish(0)
         return True
 
-    def _wait(self) -> list[_Add | _Abort]:
+    def _wait(self) -> list[_Command]:
         """Return the commands sent since the last call; sleep while there is nothing to do at all."""
         if not self._core.has_work and not self._core.has_background_work:
             with self._wakeup:
@@ -467,7 +513,7 @@ class AsyncEngine:
     def _has_news(self) -> bool:
         return bool(self._commands or self._surveys) or self._stop_at_ns is not None
 
-    def _handle(self, command: _Add | _Abort) -> None:
+    def _handle(self, command: _Command) -> None:
         match command:
             case _Add(group):
                 try:
@@ -476,6 +522,12 @@ class AsyncEngine:
                     self._deliver([RequestFailure(request_id=group.request_id, error=error)])
             case _Abort(request_id):
                 self._deliver(self._core.abort(request_id))
+            case _Reset(tenant, prompt_token_ids, done):
+                taken = self._core.reset_cache(tenant, prompt_token_ids)
+                with self._wakeup:
+                    self._resets.discard(done)
+                if done.set_running_or_notify_cancel():
+                    done.set_result(taken)
 
     def _answer_surveys(self) -> None:
         """Give everybody who has asked for one the same survey."""
@@ -523,8 +575,10 @@ class AsyncEngine:
         with self._wakeup:
             streams, error = list(self._streams.values()), self._stop_error
             surveys, self._surveys = self._surveys, []
+            resets = list(self._resets)
             self._streams.clear()
             self._commands.clear()
+            self._resets.clear()
             self._num_untaken = 0
         assert error is not None  # set by close() or by the failure that led here
         for stream in streams:
@@ -535,6 +589,9 @@ class AsyncEngine:
         for reply in surveys:
             if reply.set_running_or_notify_cancel():
                 reply.set_exception(EngineStopped(str(error)))
+        for done in resets:
+            if done.set_running_or_notify_cancel():
+                done.set_exception(EngineStopped(str(error)))
         try:
             self._core.close()
         except Exception:

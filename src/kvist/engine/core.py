@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import secrets
@@ -19,19 +20,20 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from kvist.cache.namespaces import Namespace
+from kvist.engine.degeneration import DegenerationWatch
 from kvist.engine.detokenizer import Detokenizer, StopStrings
 from kvist.engine.guards import GuardStats
 from kvist.engine.metrics import RequestMetrics
 from kvist.errors import DeadlineExceeded, EngineError, EngineOverloaded, InvariantViolation
 from kvist.sched.output import SampledToken, StepResult
 from kvist.sched.request import Request, RequestStatus
-from kvist.types import FinishReason, OutputChunk, RequestId, TokenId
+from kvist.types import CacheReset, FinishDetails, FinishReason, OutputChunk, RequestId, TokenId
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from kvist.cache.manager import CacheManager
+    from kvist.cache.namespaces import Namespace
     from kvist.cache.stats import CacheStats
     from kvist.cache.survey import CacheSurvey
     from kvist.engine.guards import Guards
@@ -111,6 +113,7 @@ class _Sequence:
     detokenizer: Detokenizer
     request: Request
     """The scheduler's record; only read."""
+    watch: DegenerationWatch = field(default_factory=DegenerationWatch)
     first_token_ns: int = 0
     """0: it has none yet."""
     last_token_ns: int = 0
@@ -273,6 +276,29 @@ class EngineCore:
         self._num_steps += 1  # the laws are to be checked again
         self._guards.run_once()
 
+    def reset_cache(
+        self, tenant: str | None, prompt_token_ids: tuple[TokenId, ...] | None
+    ) -> CacheReset:
+        """Forget what is cached; running requests keep what they hold, and nobody else gets it. Between two steps.
+
+        Args:
+            tenant: Whose; None: everybody's.
+            prompt_token_ids: Of that, only what begins with these tokens, from the block of the last of them on; at
+                least one. None: all of it.
+
+        Complexity: O(blocks forgotten).
+        """
+        manager = self._manager
+        if prompt_token_ids is None:
+            nodes = manager.nodes_of(tenant)
+        else:
+            chain = manager.new_chain(self._namespace_of(tenant or ""), prompt_token_ids)
+            nodes = manager.nodes_after(chain)
+        taken = manager.forget(nodes)
+        return CacheReset(
+            num_dropped_blocks=taken.num_dropped, num_detached_blocks=taken.num_detached
+        )
+
     def check_invariants(self) -> None:
         """Check the conservation law, and that an idle engine holds no block but pinned ones.
 
@@ -323,12 +349,7 @@ class EngineCore:
             request_id=request_id,
             prompt_token_ids=group.prompt_token_ids,
             params=group.params,
-            namespace=Namespace(
-                model=self._namespace.model,
-                adapter=self._namespace.adapter,
-                tenant=group.tenant,
-                layout=self._namespace.layout,
-            ),
+            namespace=self._namespace_of(group.tenant),
             seed=sequence_seed(seed, index),
             is_sibling=index > 0,
             eos_token_ids=self._eos_token_ids,
@@ -336,6 +357,9 @@ class EngineCore:
             deadline_s=group.deadline_s,
             keep=group.keep,
         )
+
+    def _namespace_of(self, tenant: str) -> Namespace:
+        return dataclasses.replace(self._namespace, tenant=tenant)
 
     def _end_early(self, updates: tuple[RequestUpdate, ...]) -> list[OutputChunk | RequestFailure]:
         """Tell of sequences that ended outside a step: with what they have, or with an error while that is nothing."""
@@ -376,8 +400,8 @@ class EngineCore:
             self._note_token(sequence)
         detokenizer = sequence.detokenizer
         # The token that ended the sequence (end-of-sequence or stop token) is not part of its text.
-        is_stopped = update.finish_reason is FinishReason.STOP
-        shown = update.token_ids[:-1] if is_stopped else update.token_ids
+        has_stop_token = update.finish_reason is FinishReason.STOP
+        shown = update.token_ids[:-1] if has_stop_token else update.token_ids
         text = "".join(map(detokenizer.append, shown))
         if update.finish_reason is not None:
             text += detokenizer.finish()
@@ -387,7 +411,18 @@ class EngineCore:
             if finish_reason is None:
                 self._scheduler.finish(update.request_id, FinishReason.STOP)
             finish_reason, stop_reason = FinishReason.STOP, detokenizer.stop_string
+        sequence.watch.append(update.token_ids)
+        is_stopped = (
+            finish_reason is None
+            and sequence.watch.found is not None
+            and call.group.params.stop_degenerate
+        )
+        if is_stopped:
+            self._scheduler.finish(update.request_id, FinishReason.STOP)
+            text += detokenizer.finish()
+            finish_reason = FinishReason.STOP
         if finish_reason is not None:
+            self._metrics.degeneration(sequence.watch.found, is_stopped=is_stopped)
             self._forget(update.request_id, finish_reason, usage)
         return OutputChunk(
             request_id=call.group.request_id,
@@ -397,6 +432,9 @@ class EngineCore:
             logprobs=update.logprobs,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
+            finish_details=None
+            if finish_reason is None
+            else _finish_details(sequence, is_stopped=is_stopped),
             usage=None if finish_reason is None else usage,
         )
 
@@ -423,6 +461,7 @@ class EngineCore:
             index=sequence.index,
             text=text,
             finish_reason=reason,
+            finish_details=_finish_details(sequence, is_stopped=False),
             usage=update.usage,
         )
 
@@ -514,6 +553,11 @@ class EngineCore:
             self._num_finished += 1
             self._num_aborted += call.is_aborted
             self._num_failed += reason is FinishReason.ERROR
+
+
+def _finish_details(sequence: _Sequence, *, is_stopped: bool) -> FinishDetails | None:
+    found = sequence.watch.found
+    return None if found is None else FinishDetails(degeneration=found, is_stopped=is_stopped)
 
 
 def sequence_seed(seed: int, index: int) -> int:

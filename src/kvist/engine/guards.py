@@ -88,9 +88,9 @@ class Guards:
         """See ``BlockGuard``."""
         return self._auditor.may_copy(node)
 
-    def find_damaged(self, nodes: Sequence[Node]) -> list[Node]:
+    def find_damaged(self, nodes: Sequence[Node], copied: Node | None) -> list[Node]:
         """See ``BlockGuard``."""
-        damaged = self._auditor.find_damaged(nodes)
+        damaged = self._auditor.find_damaged(nodes if copied is None else (*nodes, copied))
         if self._refresher is not None and not damaged:
             self._refresher.note_uses(nodes)
         return damaged

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from kvist.sched.request import Request
+    from kvist.types import Degeneration
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """From a decode step of a tiny model to a long prompt on a slow machine."""
@@ -84,6 +85,10 @@ class RequestStats:
     """Produced by the sequences that ended."""
     finished: Mapping[str, int]
     """Sequences that ended, by ``FinishReason``."""
+    degenerate: Mapping[str, int]
+    """Subset of finished: sequences whose output went round in circles, by ``Degeneration.kind``."""
+    num_stopped_degenerate: int
+    """Subset of degenerate: those that were ended for it."""
     hit_tokens: HistogramStats
     """Prompt tokens reused by each of those that had been admitted."""
     ttft_cold_s: HistogramStats
@@ -119,6 +124,8 @@ class RequestMetrics:
         self._num_reused_tokens = 0
         self._num_output_tokens = 0
         self._finished: Counter[str] = Counter({reason.value: 0 for reason in FinishReason})
+        self._degenerate: Counter[str] = Counter(loop=0, entropy=0)
+        self._num_stopped_degenerate = 0
         self._hit_tokens = Histogram(TOKENS)
         self._ttft = {is_warm: Histogram(SECONDS) for is_warm in (False, True)}
         self._inter_token = Histogram(SECONDS)
@@ -169,6 +176,12 @@ class RequestMetrics:
         self._hit_tokens.observe(request.num_cached_tokens)
         self._queue.observe((request.admitted_ns - request.arrival_ns) / 1e9)
 
+    def degeneration(self, found: Degeneration | None, *, is_stopped: bool) -> None:
+        """Note what was seen of an output by its end."""
+        if found is not None:
+            self._degenerate[found.kind] += 1
+            self._num_stopped_degenerate += is_stopped
+
     def stats(self) -> RequestStats:
         """Return what was counted; cheap enough to be called after every step."""
         schedule, forward, sample, apply = [phase.stats() for phase in self._phases]
@@ -178,6 +191,8 @@ class RequestMetrics:
             reused_by_window=self._reused_by_window.copy(),
             num_output_tokens=self._num_output_tokens,
             finished=dict(self._finished),
+            degenerate=dict(self._degenerate),
+            num_stopped_degenerate=self._num_stopped_degenerate,
             hit_tokens=self._hit_tokens.stats(),
             ttft_cold_s=self._ttft[False].stats(),
             ttft_warm_s=self._ttft[True].stats(),

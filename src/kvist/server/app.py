@@ -24,6 +24,7 @@ from kvist.server.activity import FinishedCall
 from kvist.server.auth import Keyring
 from kvist.server.body import check_headers, parse_object, read_body
 from kvist.server.breakers import WINDOW_MINUTES, Breaker, Breakers, find_breaker
+from kvist.server.cache_reset import check_may_reset, parse_reset, prompt_of, reset_json
 from kvist.server.dashboard import Dashboard, Page
 from kvist.server.endpoints import Job, prepare_chat, prepare_completion, unknown_model
 from kvist.server.errors import (
@@ -109,6 +110,7 @@ def create_app(
     app.add_route("/v1/cache/watch", routes.cache_watch, methods=["GET"])
     app.add_route("/dashboard", routes.dashboard, methods=["GET"])
     app.add_route("/dashboard/{name}", routes.dashboard_file, methods=["GET"])
+    app.add_route("/v1/cache/reset", routes.cache_reset, methods=["POST"])
     app.add_route("/metrics", routes.metrics, methods=["GET"])
     app.add_route("/health", routes.health, methods=["GET"])
     app.add_route("/health/live", routes.health_live, methods=["GET"])
@@ -125,6 +127,9 @@ class _Routes:
         self._tracing = tracing
         self._gate = gate
         self._keyring = Keyring.from_config(config)
+        self._keyring.check_names(config.admin, "--admin")
+        self._admins = frozenset(config.admin)
+        self._stop_degenerate = config.stop_degenerate
         self._max_body_bytes = int(config.max_body_mib * 2**20)
         self._model = config.served_name or engine.model_name
         self._created = int(time.time())
@@ -203,6 +208,19 @@ class _Routes:
     async def dashboard_file(self, request: Request) -> Response:
         """GET /dashboard/{name}: a file of the page; no key needed."""
         return self._page.file(request.path_params["name"], request)
+
+    async def cache_reset(self, request: Request) -> Response:
+        """POST /v1/cache/reset: forget what is cached of a prompt, of a namespace, or of everybody."""
+        tenant = self._tenant(request)
+        self._gate.check_open()
+        check_headers(request.headers, self._max_body_bytes)
+        body = await self._unless_aborted(read_body(request.receive, self._max_body_bytes))
+        wanted = parse_reset(parse_object(body))
+        check_may_reset(wanted, tenant, self._admins)
+        token_ids = await self._unless_aborted(asyncio.to_thread(prompt_of, wanted, self._engine))
+        owner = None if wanted.scope == "all" else tenant
+        done = asyncio.wrap_future(self._engine.reset_cache(owner, token_ids))
+        return json_response(reset_json(wanted, await done))
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics: every counter of the engine, for Prometheus; needs a key where others do."""
@@ -300,7 +318,10 @@ class _Routes:
         }
 
     def _prepare(self, body: bytes, prepare: Prepare) -> Job:
-        return prepare(parse_object(body), self._engine, self._model)
+        document = parse_object(body)
+        if self._stop_degenerate and document.get("stop_degenerate") is None:
+            document["stop_degenerate"] = True
+        return prepare(document, self._engine, self._model)
 
     async def _unless_aborted(self, reading: Coroutine[Any, Any, _T]) -> _T:  # Any: unused
         # A client that sends slowly, or a prompt of megabytes, must not hold up the end of the server.

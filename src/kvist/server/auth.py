@@ -85,12 +85,12 @@ class Keyring:
         """Whether a key is asked for."""
         return bool(self._digests)
 
-    def check_names(self, names: Iterable[str]) -> None:
-        """Raise ConfigError when there is a name that no key has: its share of the cache would be nobody's."""
+    def check_names(self, names: Iterable[str], flag: str = "--cache-share") -> None:
+        """Raise ConfigError when an option names a tenant that no key has: what it gives would be nobody's."""
         for name in names:
             if name not in self._names:
                 raise ConfigError(
-                    f"[auth] --cache-share {name} is for a tenant that no API key belongs to (known: "
+                    f"[auth] {flag} {name} is for a tenant that no API key belongs to (known: "
                     f"{', '.join(sorted(self._names)) or 'none'}); write the name and a space before its key"
                 )
 

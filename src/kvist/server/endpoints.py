@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvist.server.generation import CallUsage, ChoiceChunk, ChoiceOutput
     from kvist.server.ports import ServedEngine
     from kvist.server.protocol import ChatRequest, CompletionRequest
-    from kvist.types import Keep, SamplingParams
+    from kvist.types import FinishDetails, Keep, SamplingParams
 
 Json = dict[str, Any]  # Any: a JSON document
 
@@ -127,6 +127,7 @@ class CompletionAnswer(Answer):
                     "text": self._echoes[index] + output.text,
                     "logprobs": None if writer is None else writer.piece(output.logprobs),
                     "finish_reason": _wire(output.finish_reason),
+                    **_details(output.finish_details),
                 }
             )
         return {**self._document("text_completion", choices), "usage": usage_json(usage)}
@@ -149,6 +150,7 @@ class CompletionAnswer(Answer):
         if writer is not None and has_logprobs:
             piece["choices"][0]["logprobs"] = writer.piece(chunk.logprobs)
         piece["choices"][0]["finish_reason"] = _wire(chunk.finish_reason)
+        piece["choices"][0].update(_details(chunk.finish_details))
         return [piece]
 
     def _piece(self, index: int, text: str) -> Json:
@@ -178,6 +180,7 @@ class ChatAnswer(Answer):
                 if self._has_logprobs
                 else None,
                 "finish_reason": _wire(output.finish_reason),
+                **_details(output.finish_details),
             }
             for index, output in enumerate(outputs)
         ]
@@ -199,6 +202,7 @@ class ChatAnswer(Answer):
         if chunk.finish_reason is not None:
             piece = self._piece(item.choice_index, {})
             piece["choices"][0]["finish_reason"] = _wire(chunk.finish_reason)
+            piece["choices"][0].update(_details(chunk.finish_details))
             pieces.append(piece)
         return pieces
 
@@ -290,6 +294,22 @@ def _check_model(name: str, model: str) -> None:
 
 def _echo(prompt: Prompt, engine: ServedEngine) -> str:
     return engine.tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text
+
+
+def _details(details: FinishDetails | None) -> Json:
+    """Return what a choice says of its end beyond the reason; nothing when there is nothing to say."""
+    if details is None:
+        return {}
+    found = details.degeneration
+    return {
+        "finish_details": {
+            "type": found.kind,
+            "start": found.start,
+            "period": found.period,
+            "entropy_bits": found.entropy_bits,
+            "stopped": details.is_stopped,
+        }
+    }
 
 
 def _wire(reason: FinishReason | None) -> str | None:

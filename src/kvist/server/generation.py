@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from kvist.errors import EngineError, EngineStopped
 from kvist.server.errors import ClientDisconnected
-from kvist.types import FinishReason, OutputChunk, TokenLogprobs, Usage
+from kvist.types import FinishDetails, FinishReason, OutputChunk, TokenLogprobs, Usage
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -51,6 +51,7 @@ class ChoiceOutput:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    finish_details: FinishDetails | None = None
     usage: Usage | None = None
 
     def add(self, chunk: OutputChunk) -> None:
@@ -59,6 +60,7 @@ class ChoiceOutput:
         self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs
         self.finish_reason = chunk.finish_reason
+        self.finish_details = chunk.finish_details
         self.usage = chunk.usage
 
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from kvist.cache.stats import CacheStats
+    from kvist.engine.guards import GuardStats
     from kvist.engine.metrics import HistogramStats, RequestStats
     from kvist.sched.report import SchedulerStats
     from kvist.server.ports import ServedEngine
@@ -112,6 +113,7 @@ class EngineCollector(Collector):
         yield from _blocks(stats.cache, codec)
         yield _gauge("kvist_block_bytes", "Bytes of a block, all layers.", stats.memory.block_bytes)
         yield from _work(stats.scheduler)
+        yield from _guards(stats.guards, stats.requests, stats.cache)
         yield from _latencies(stats.requests)
         yield _counter("kvist_busy_seconds", "Time spent in steps.", stats.busy_s)
         yield _gauge(
@@ -247,6 +249,63 @@ def _work(scheduler: SchedulerStats) -> Iterator[Metric]:
         scheduler.num_deferred_admissions,
     )
     yield _gauge("kvist_running_sequences", "Sequences that hold blocks.", scheduler.num_running)
+
+
+def _guards(guards: GuardStats, requests: RequestStats, cache: CacheStats) -> Iterator[Metric]:
+    family = CounterMetricFamily(
+        "kvist_audited_blocks",
+        "Reused blocks that were checked, by how and with what result.",
+        labels=("method", "result"),
+    )
+    for method, num_checked, num_failed in (
+        ("checksum", guards.num_checksums, guards.num_checksum_failures),
+        ("recompute", guards.num_recomputed_blocks, guards.num_recompute_failures),
+    ):
+        family.add_metric((method, "ok"), num_checked - num_failed)
+        family.add_metric((method, "failed"), num_failed)
+    yield family
+    yield _gauge(
+        "kvist_pending_audits", "Blocks that wait to be computed again.", guards.num_pending_blocks
+    )
+    yield _counter(
+        "kvist_skipped_audits",
+        "Audits given up because too many waited.",
+        guards.num_skipped_blocks,
+    )
+    yield _counter(
+        "kvist_invalidated_blocks",
+        "Cached blocks taken out because they, or a block before them, were wrong.",
+        cache.num_invalidated_blocks,
+    )
+    yield _counter(
+        "kvist_damaged_sequences",
+        "Times that a sequence's logits, K or V were no finite numbers.",
+        guards.num_damaged_sequences,
+    )
+    yield _counter(
+        "kvist_distrusted_sequences",
+        "Sequences computed again from their tokens because of damage.",
+        guards.num_recomputed_sequences,
+    )
+    yield _counter(
+        "kvist_refreshed_blocks", "Lossy blocks that were renewed.", guards.num_refreshed_blocks
+    )
+    yield _counter(
+        "kvist_background_chunks",
+        "Steps computed for audits and refreshes.",
+        guards.num_background_chunks,
+    )
+    yield _by(
+        "kvist_degenerate_sequences",
+        "Sequences whose output went round in circles, by the sign.",
+        "kind",
+        requests.degenerate,
+    )
+    yield _counter(
+        "kvist_stopped_degenerate_sequences",
+        "Those of kvist_degenerate_sequences_total that were ended for it.",
+        requests.num_stopped_degenerate,
+    )
 
 
 def _latencies(requests: RequestStats) -> Iterator[Metric]:

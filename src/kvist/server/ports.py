@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from kvist.cache.survey import CacheSurvey
-    from kvist.types import Keep, OutputChunk, SamplingParams
+    from kvist.types import CacheReset, Keep, OutputChunk, SamplingParams
 
 
 class ServedTokenizer(TokenText, Protocol):
@@ -43,6 +43,7 @@ class ServedTokenizer(TokenText, Protocol):
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, str]],
+        add_generation_prompt: bool = True,  # noqa: FBT001, FBT002  # as apply_chat_template
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,  # Any: as above
     ) -> list[int]:
@@ -131,6 +132,12 @@ class ServedEngine(Protocol):
         keep: Keep | None = None,
     ) -> ServedStream:
         """Validate and queue one prompt; raises ``RequestError``, ``EngineOverloaded`` or ``EngineStopped`` at once."""
+        ...
+
+    def reset_cache(
+        self, tenant: str | None, prompt_token_ids: Sequence[int] | None = None
+    ) -> Future[CacheReset]:
+        """Forget what is cached: everybody's, a tenant's, or what of it begins with a prompt."""
         ...
 
     def stats(self) -> Any:  # noqa: ANN401  # a frozen dataclass that the server only turns into JSON

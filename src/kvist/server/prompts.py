@@ -67,6 +67,8 @@ def encode_messages(
     messages: Sequence[ChatMessage],
     tokenizer: ServedTokenizer,
     tools: Sequence[Mapping[str, Any]] | None = None,  # Any: a JSON schema
+    *,
+    is_answered: bool = True,
 ) -> Prompt:
     """Return the prompt that the model's chat template makes of a conversation.
 
@@ -74,6 +76,7 @@ def encode_messages(
         messages: At least one.
         tokenizer: Has the template.
         tools: As ``protocol`` has checked them; None or empty: there are none.
+        is_answered: Whether the prompt ends with the opening of an answer.
 
     Raises:
         RequestError: The model has no template, or its template refuses this conversation.
@@ -86,7 +89,7 @@ def encode_messages(
         for m in messages
     ]
     try:
-        ids = tokenizer.encode_chat(turns, tools=tools)
+        ids = tokenizer.encode_chat(turns, is_answered, tools=tools)
     except RequestError as error:
         error.param = error.param or "messages"
         raise

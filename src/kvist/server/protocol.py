@@ -146,6 +146,8 @@ class SamplingFields(WireModel):
     repetition_penalty: float | None = None
     seed: int | None = None
     stop: Annotated[list[str], PlainValidator(_strings)] | None = None
+    stop_degenerate: bool | None = None
+    """Whether an output that goes round in circles is ended; not OpenAI's. Null: as the server's options say."""
     stop_token_ids: Annotated[list[int], PlainValidator(_token_ids)] | None = None
     stream: bool | None = None
     stream_options: Annotated[StreamOptions, PlainValidator(_stream_options)] | None = None
@@ -166,7 +168,8 @@ class SamplingFields(WireModel):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-def _prompts(value: object) -> list[PromptInput]:
+def parse_prompts(value: object) -> list[PromptInput]:
+    """Return ``prompt`` as a list of prompts; raise RequestError when it is none."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -190,7 +193,7 @@ class CompletionRequest(SamplingFields):
 
     refused: ClassVar[dict[str, Unimplemented]] = dict(unimplemented.COMPLETION)
 
-    prompt: Annotated[list[PromptInput], PlainValidator(_prompts)]
+    prompt: Annotated[list[PromptInput], PlainValidator(parse_prompts)]
     echo: bool | None = None
     logprobs: int | None = None
 
@@ -218,7 +221,8 @@ class ChatMessage(WireModel):
     content: str
 
 
-def _messages(value: object) -> list[ChatMessage]:
+def parse_messages(value: object) -> list[ChatMessage]:
+    """Return ``messages`` checked; raise RequestError where they are wrong."""
     if not isinstance(value, list) or not value:
         given = "an empty array" if value == [] else describe(value)
         raise RequestError(
@@ -314,7 +318,7 @@ class ChatRequest(SamplingFields):
 
     refused: ClassVar[dict[str, Unimplemented]] = dict(unimplemented.CHAT)
 
-    messages: Annotated[list[ChatMessage], PlainValidator(_messages)]
+    messages: Annotated[list[ChatMessage], PlainValidator(parse_messages)]
     logprobs: bool | None = None
     max_completion_tokens: int | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
