@@ -44,6 +44,7 @@ SAMPLING = {
     "repetition_penalty": (1.25, {}, "repetition_penalty"),
     "seed": (7, {}, "seed"),
     "stop": (["a", "b"], {}, "stop"),
+    "stop_degenerate": (True, {}, "stop_degenerate"),
     "stop_token_ids": ([65, 66], {}, "stop_token_ids"),
     "temperature": (0, {}, "temperature"),
     "top_k": (5, {}, "top_k"),
@@ -184,6 +185,7 @@ def test_sampling_values_reach_the_engine_unchanged():
         repetition_penalty=1.25,
         seed=7,
         stop=("a", "b"),
+        stop_degenerate=True,
         stop_token_ids=(65, 66),
         temperature=0,
         top_k=5,
@@ -373,6 +375,7 @@ def test_misspelt_required_parameter_is_told_as_unknown():
 WRONG_TYPES = {
     "frequency_penalty": ["0.5", True, [], {}],
     "ignore_eos": [1, "true", 0],
+    "stop_degenerate": [1, "true", 0],
     "logit_bias": [
         [],
         5,

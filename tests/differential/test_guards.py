@@ -342,3 +342,58 @@ class TestRefresh:
         stats = core.stats().guards
         assert stats.num_refreshed_blocks >= 9
         assert (stats.num_checksum_failures, stats.num_recompute_failures) == (0, 0)
+
+
+DOCUMENT = """\
+The ferry to the island leaves at seven, at noon and at five. In winter it leaves at noon only, and not at all when the
+wind is stronger than fourteen metres per second. Tickets are sold on board; dogs travel free, cars must be booked a day
+ahead. The crossing takes fifty minutes. On the island there is one shop, one school with eleven children, and a church
+whose bell was cast in 1689. The lighthouse at the north end has been dark since 1967, but its keeper's house is let to
+guests from May to September. Water comes from a well behind the church, and in dry summers it is rationed.
+"""
+
+
+@pytest.mark.model
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("plane", ["torch", "native"])
+@pytest.mark.parametrize("harm", ["nan", "bit"])
+def test_the_real_model(smollm2_path, plane, harm):
+    """A NaN, and a flipped bit, in the middle of a cached document: found and taken away, the answer a clean one."""
+    from kvist.engine.api import Engine
+
+    if plane == "native" and not native.available():
+        pytest.skip("the native kernels were not built")
+    options = {"dtype": "float32"} if plane == "torch" else {"weights": "int8"}
+    question = DOCUMENT + "Question: When was the bell cast?\nAnswer:"
+    with Engine.from_pretrained(
+        str(smollm2_path),
+        memory_gib=0.1,
+        block_size=16,
+        audit_fraction=1.0 if harm == "bit" else 0.0,
+        **options,
+    ) as engine:
+        params = {"temperature": 0, "max_tokens": 16}
+        clean = engine.generate(question, **params)[0]
+        core = engine._engine._core
+        manager = core._manager
+        # The engine sleeps between requests, so this thread may touch its blocks.
+        (root,) = manager._tree.roots.values()
+        node = next(iter(root.children.values()))
+        for _ in range(3):
+            node = next(iter(node.children.values()))
+        head = arena(core).head(node.block.block_id, 16)
+        if harm == "nan":
+            head[12, 0, 1, 5, 3] = float("nan")
+        else:
+            block = arena(core).block_bytes(node.block.block_id)
+            block[len(block) // 3] ^= 0x40
+        again = engine.generate(question, **params)[0]
+        assert again.token_ids == clean.token_ids
+        assert node.block.node is not node
+        stats = engine.stats()
+        assert stats.cache.num_invalidated_blocks > 0
+        assert stats.guards.num_checksum_failures == (harm == "bit")
+        assert stats.guards.num_recomputed_sequences == (harm == "nan")
+        third = engine.generate(question, **params)[0]
+        assert third.token_ids == clean.token_ids
+        assert third.usage.num_cached_tokens > 100

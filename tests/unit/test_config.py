@@ -20,7 +20,9 @@ def test_flat_options_reach_their_group() -> None:
 def test_unknown_option_gets_a_suggestion() -> None:
     with pytest.raises(ConfigError, match=r"unknown option 'blok_size'; did you mean 'block_size'"):
         EngineConfig.from_options(blok_size=16)
-    with pytest.raises(ConfigError, match=r"unknown option 'zzz'; known options: block_size"):
+    with pytest.raises(
+        ConfigError, match=r"unknown option 'zzz'; known options: audit_fraction, block_size"
+    ):
         EngineConfig.from_options(zzz=1)
 
 
@@ -91,3 +93,19 @@ def test_what_only_a_prefix_cache_can_do_is_refused_without_one(
 def test_invalid_server_values_name_the_flag(option: str, value: float) -> None:
     with pytest.raises(ConfigError, match=r"--(port|max-body-mib|drain-s) must be"):
         ServerConfig(**{option: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"audit_fraction": -0.1}, "--audit-fraction"),
+        ({"audit_fraction": 1.5}, "--audit-fraction"),
+        ({"audit_fraction": float("nan")}, "--audit-fraction"),
+        ({"audit_fraction": 0.5, "prefix_cache": "off"}, "--audit-fraction"),
+        ({"refresh_every": 0}, "--refresh-every"),
+        ({"refresh_every": 3, "kv_cache": "off"}, "--refresh-every"),
+    ],
+)
+def test_guards_that_cannot_work_are_refused_by_name(options, flag) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        EngineConfig.from_options(**options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import ClassVar
 
 import pytest
 
@@ -25,6 +26,16 @@ class Handler(BaseHTTPRequestHandler):
         "/v1/cache/explain/chatcmpl-1",
         "/v1/cache/explain/a%2Fb",
     )
+        "/v1/cache/stats",
+        "/v1/cache/explain/chatcmpl-1",
+        "/v1/cache/explain/a%2Fb",
+        "/v1/cache/reset",
+    )
+
+    def do_POST(self):
+        length = int(self.headers.get("Content-Length", 0))
+        type(self).received = json.loads(self.rfile.read(length))
+        self.do_GET()
 
     def do_GET(self):
         is_allowed = self.headers.get("Authorization") == "Bearer right"
@@ -242,3 +253,50 @@ def test_breakers_as_json_are_what_the_server_says_and_none_are_said_to_be_none(
 
 def test_there_is_advice_for_every_reason():
     assert set(ADVICE) == {reason.value for reason in MissReason}
+
+
+class TestReset:
+    ANSWER: ClassVar = {
+        "object": "kvist.cache_reset",
+        "scope": "all",
+        "dropped_blocks": 1234,
+        "detached_blocks": 5,
+    }
+
+    def run(self, kvist, server, *arguments):
+        url, self.handler = server
+        self.handler.body = json.dumps(self.ANSWER)
+        return kvist("cache", "reset", "--url", url, "--api-key", "right", *arguments)
+
+    @pytest.mark.parametrize(
+        ("arguments", "body"),
+        [
+            ((), {"scope": "namespace"}),
+            (("--all",), {"scope": "all"}),
+            (("--prompt", "Fog is"), {"scope": "prompt", "prompt": "Fog is"}),
+        ],
+    )
+    def test_what_is_asked_for(self, kvist, server, arguments, body):
+        result = self.run(kvist, server, *arguments)
+        assert result.exit_code == 0
+        assert self.handler.received == body
+        assert "1,234 blocks forgotten, and 5 more" in " ".join(result.stdout.split())
+
+    def test_a_prompt_from_a_file(self, kvist, server, tmp_path):
+        path = tmp_path / "prompt.txt"
+        path.write_text("Fog\nis", encoding="utf-8")
+        result = self.run(kvist, server, "--prompt-file", str(path), "--json")
+        assert json.loads(result.stdout) == self.ANSWER
+        assert self.handler.received == {"scope": "prompt", "prompt": "Fog\nis"}
+
+    def test_a_file_that_is_no_text(self, kvist, server, tmp_path):
+        path = tmp_path / "prompt.bin"
+        path.write_bytes(b"\xff\xfe\xff")
+        result = self.run(kvist, server, "--prompt-file", str(path))
+        assert result.exit_code == 1
+        assert "--prompt-file" in result.stderr
+
+    def test_two_scopes_are_a_usage_error(self, kvist, server):
+        result = self.run(kvist, server, "--all", "--prompt", "x")
+        assert result.exit_code == 2
+        assert "exclude each other" in result.stderr

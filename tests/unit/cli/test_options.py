@@ -13,6 +13,9 @@ from kvist.cli.options import Only, Without, flags_of, markdown_table, takes_opt
 from kvist.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
 from kvist.types import SamplingParams
 
+SERVER = Annotated[ServerConfig, Without("stop_degenerate")]
+"""Beside SamplingParams, which has a flag of that name; no command takes both."""
+
 
 def run(arguments: list[str], *declared: type):
     """Run a command that takes the declared objects; return the result and what the command received."""
@@ -49,7 +52,7 @@ def test_every_sampling_field_is_a_flag_with_the_help_of_its_docstring():
 
 
 def test_without_flags_the_defaults_of_the_dataclass_hold():
-    result, received = run([], EngineConfig, ServerConfig, SamplingParams)
+    result, received = run([], EngineConfig, SERVER, SamplingParams)
     assert result.exit_code == 0
     assert received == [EngineConfig(), ServerConfig(), SamplingParams()]
 
@@ -77,7 +80,7 @@ def test_flags_fill_their_fields():
         "--ignore-eos",
     ]
     arguments += ["--logit-bias", "5=-100", "--logit-bias", "6=2.5", "--max-tokens", "0"]
-    result, (config, server, sampling) = run(arguments, EngineConfig, ServerConfig, SamplingParams)
+    result, (config, server, sampling) = run(arguments, EngineConfig, SERVER, SamplingParams)
     assert result.exit_code == 0
     assert config.cache == CacheConfig(block_size=16, memory_gib=0.5, prefix_cache="off")
     assert server == ServerConfig(port=0, api_key=("a", "b"))
@@ -116,7 +119,7 @@ def test_an_unknown_flag_is_a_usage_error_with_a_suggestion():
     ],
 )
 def test_a_value_out_of_range_is_one_line_and_exit_code_2(arguments, message):
-    result, received = run(arguments, EngineConfig, ServerConfig, SamplingParams)
+    result, received = run(arguments, EngineConfig, SERVER, SamplingParams)
     assert result.exit_code == 2
     assert received == []
     assert message in result.output
