@@ -150,7 +150,7 @@ template <int kDegree>
 inline __m256 exp2_ps(__m256 x) {
   static_assert(kDegree == 4 || kDegree == 5);
   const __m256 magic = _mm256_set1_ps(12582912.0F);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
-  x = _mm256_max_ps(_mm256_set1_ps(-126.0F), x);  // in this order: where either is NaN the second is the result
+  x = _mm256_max_ps(_mm256_set1_ps(-126.0F), x);     // in this order: where either is NaN the second is the result
   const __m256 shifted = _mm256_add_ps(x, magic);
   const __m256 f = _mm256_sub_ps(x, _mm256_sub_ps(shifted, magic));
   __m256 p;

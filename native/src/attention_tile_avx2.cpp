@@ -375,7 +375,9 @@ void run_strip(const Tile& tile, int first_row, int num_keys, bool masked, const
   alignas(32) float ones[kLanes];
   if (tile.softcap > 0.0F) {
     apply_softcap(chunk, kRows, num_keys / 8, factor, tile.softcap);
-    _mm256_store_ps(ones, _mm256_set1_ps(1.0F));
+    const __m256 given = _mm256_load_ps(factor);
+    const __m256 is_nan = _mm256_cmp_ps(given, given, _CMP_UNORD_Q);
+    _mm256_store_ps(ones, _mm256_blendv_ps(_mm256_set1_ps(1.0F), given, is_nan));
     factor = ones;
   }
   if (tile.is_int8) {
@@ -509,6 +511,8 @@ void attention_tile_avx2(const AttentionShape& shape, const AttentionItem& item,
     } else {
       const float largest = scale_keys(chunk_rows.k, padded_count, padded, b.key_scales);
       tile.in_float = !(largest * error_per_key <= kMaxScoreError);
+      // The integers that weights become cannot say that a key is no finite number; the factor of its chunk can.
+      _mm256_store_ps(float_factor, _mm256_set1_ps(largest < __builtin_inff() ? to_log2 : __builtin_nanf("")));
       if (tile.in_float) {
         pack_keys_float(chunk_rows.k, padded_count, padded, reinterpret_cast<float*>(b.keys));
       } else {

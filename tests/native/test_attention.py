@@ -285,6 +285,32 @@ def test_a_query_of_zeros_takes_the_mean(isa: str) -> None:
 
 
 @pytest.mark.parametrize("codec", ["raw16", "int8"])
+@pytest.mark.parametrize("num_rows", [1, 2, 40])
+@pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+def test_a_nan_in_a_block_is_in_the_result(
+    isa: str, codec: str, num_rows: int, part: int, softcap: float
+) -> None:
+    """A damaged key used to count as one of weight zero, and the answer as whole."""
+    step = private_step([num_rows], [150], codec=codec, softcap=softcap)
+    position, kv_head = 70, 1
+    block = step.tables[0][position // step.block_size]
+    row = step.blocks[block, step.layer, part, kv_head, position % step.block_size]
+    row[-2:] = np.frombuffer(
+        np.float16(np.nan).tobytes() if codec == "int8" else b"\xc0\x7f", np.uint8
+    )
+    out = step.run()
+    group = step.num_heads // step.num_kv_heads
+    heads = range(kv_head * group, (kv_head + 1) * group)
+    for head in range(step.num_heads):
+        is_whole = np.isfinite(out[:, head])
+        if head in heads:
+            assert not is_whole.all(axis=-1).any()
+        else:
+            assert is_whole.all()
+
+
+@pytest.mark.parametrize("codec", ["raw16", "int8"])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_long_contexts_are_split_over_threads(isa: str, codec: str, threads: int) -> None:
     step = private_step([1, 30], [2500, 1100], codec=codec, num_heads=3, num_kv_heads=1)

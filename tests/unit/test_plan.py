@@ -453,6 +453,7 @@ def test_blocks_of_several_codecs_are_planned_in_bytes() -> None:
         ),
         ({"demote_before_evict": "on"}, "--demote-before-evict"),
         ({"kv_cache_dtype": "mixed", "dtype": "float32"}, "--kv-precision"),
+        ({"kv_cache_dtype": "mixed", "audit_fraction": 0.5}, "--audit-fraction"),
     ],
 )
 def test_precisions_that_cannot_be_are_refused_by_name(
@@ -471,3 +472,13 @@ def test_demotion_for_room_can_be_left_out() -> None:
     options = {"kv_cache_dtype": "mixed", "demote_before_evict": "off"}
     assert not plan_of(hardware=NATIVE_MACHINE, **options).demote_before_evict
     assert not plan_of(hardware=NATIVE_MACHINE).demote_before_evict
+
+
+def test_refreshing_what_is_not_lossy_is_refused() -> None:
+    config = EngineConfig.from_options(refresh_every=5, kv_cache_dtype="raw16")
+    with pytest.raises(ConfigError, match=r"--refresh-every .* raw16 keeps what was computed"):
+        resolve(config, make_spec(), MACHINE)
+    config = EngineConfig.from_options(refresh_every=5, kv_cache_dtype="int8", audit_fraction=0.5)
+    plan = resolve(config, make_spec(), MACHINE)
+    assert (plan.refresh_every, plan.audit_fraction) == (5, 0.5)
+    assert "audit_fraction=0.5 refresh_every=5" in plan.one_line()

@@ -48,10 +48,7 @@ class KVCodec(Protocol):
         ...
 
     def is_finite(self, stored: torch.Tensor) -> torch.Tensor:
-        """Return, for ``stored`` (..., N), booleans of which all are True exactly when all it stands for is finite.
-
-        The last dimension is whatever is cheapest to look at.
-        """
+        """Return (...) booleans: which of the rows ``stored`` (..., N) stand for finite values only."""
         ...
 
     def error_bound(self, values: torch.Tensor) -> torch.Tensor:

@@ -58,9 +58,9 @@ class Int8Codec:
         return decode_int8(stored, self._head_dim(stored.shape[-1]))
 
     def is_finite(self, stored: torch.Tensor) -> torch.Tensor:
-        """Return (..., groups): which scales are finite; codes always are."""
+        """Return (...): which rows have finite scales only; codes always are."""
         scales = stored[..., self._head_dim(stored.shape[-1]) :].contiguous()
-        return torch.isfinite(scales.view(torch.float16))
+        return torch.isfinite(scales.view(torch.float16)).all(dim=-1)
 
     def error_bound(self, values: torch.Tensor) -> torch.Tensor:
         """Return half the group's scale, or what the largest code cannot reach, and a little for float32's rounding.

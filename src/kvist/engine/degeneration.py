@@ -11,19 +11,20 @@ Looked at every STRIDE tokens, so a sign is seen at most that much later than it
 of a table and indentation are tokens like others, and the bounds are such that ordinary lists, tables and code stay
 below them (``tests/unit/engine/test_degeneration.py`` measures it on real texts).
 
-Complexity: O(1) amortised for each token: every STRIDE tokens at most MAX_PERIOD comparisons of two numbers, and of two
-slices for the periods that fit, of which there are few unless it is a loop.
+Complexity: O(1) amortised for each token: every STRIDE tokens at most MAX_PERIOD comparisons of two numbers, of two
+slices for the periods that fit, of which there are few unless it is a loop, and WINDOW tokens counted.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvist.types import Degeneration
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from kvist.types import TokenId
 
@@ -34,48 +35,26 @@ STRIDE = 16
 WINDOW = 256
 MIN_ENTROPY_BITS = 2.0
 
-_WEIGHTS = [0.0] + [count * math.log2(count) for count in range(1, WINDOW + 1)]
-"""The entropy of W tokens is log2 W minus the mean of these over W, by how often each token occurs."""
-
 
 class DegenerationWatch:
     """Watches one output. Engine thread only."""
 
-    __slots__ = ("_counts", "_num_until_look", "_sum", "_token_ids", "found")
+    __slots__ = ("_next_look", "_token_ids", "found")
 
     def __init__(self) -> None:
         self._token_ids: list[TokenId] = []
-        self._counts: dict[TokenId, int] = {}
-        self._sum = 0.0
-        self._num_until_look = STRIDE
+        self._next_look = STRIDE
         self.found: Degeneration | None = None
         """The first sign that was seen; None: none so far."""
 
-    def append(self, token_ids: Iterable[TokenId]) -> None:
-        """Take further tokens of the output."""
-        for token_id in token_ids:
-            if self.found is not None:
-                return  # nothing changes any more
-            self._token_ids.append(token_id)
-            self._count(token_id)
-            self._num_until_look -= 1
-            if self._num_until_look == 0:
-                self._num_until_look = STRIDE
-                self.found = self._loop() or self._collapse()
-
-    def _count(self, token_id: TokenId) -> None:
-        tokens, counts = self._token_ids, self._counts
-        before = counts.get(token_id, 0)
-        counts[token_id] = before + 1
-        self._sum += _WEIGHTS[min(before + 1, WINDOW)] - _WEIGHTS[before]
-        if len(tokens) > WINDOW:
-            oldest = tokens[-WINDOW - 1]
-            count = counts[oldest]
-            self._sum += _WEIGHTS[count - 1] - _WEIGHTS[min(count, WINDOW)]
-            if count == 1:
-                del counts[oldest]
-            else:
-                counts[oldest] = count - 1
+    def append(self, token_ids: Sequence[TokenId]) -> None:
+        """Take further tokens of the output, a few at a time."""
+        if self.found is not None:
+            return  # nothing changes any more
+        self._token_ids += token_ids
+        if len(self._token_ids) >= self._next_look:
+            self._next_look = len(self._token_ids) + STRIDE
+            self.found = self._loop() or self._collapse()
 
     def _loop(self) -> Degeneration | None:
         tokens = self._token_ids
@@ -98,11 +77,15 @@ class DegenerationWatch:
     def _collapse(self) -> Degeneration | None:
         if len(self._token_ids) < WINDOW:
             return None
-        entropy = math.log2(WINDOW) - self._sum / WINDOW
+        counts = Counter(self._token_ids[-WINDOW:]).values()
+        # The entropy is at least that of the most frequent token's share alone, so mostly this is enough.
+        if max(counts) <= WINDOW * 2.0**-MIN_ENTROPY_BITS:
+            return None
+        entropy = math.log2(WINDOW) - sum(n * math.log2(n) for n in counts) / WINDOW
         if entropy >= MIN_ENTROPY_BITS:
             return None
         return Degeneration(
             kind="entropy",
             start=len(self._token_ids) - WINDOW,
-            entropy_bits=max(0.0, round(entropy, 3)),
+            entropy_bits=round(max(0.0, entropy), 3),
         )

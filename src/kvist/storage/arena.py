@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 
 _LARGE_PAGE = 2 * 1024 * 1024
+_CHECKED_AT_ONCE = 32
+"""Positions whose K and V are gathered to be looked at."""
 
 
 class BlockArena:
@@ -146,11 +148,14 @@ class BlockArena:
 
         Complexity: reads the slots' bytes once, as much as a step's writing of them.
         """
-        block_ids = torch.div(slots, self._kv_spec.block_size, rounding_mode="floor")
-        offsets = slots - block_ids * self._kv_spec.block_size
-        stored = self._view[block_ids, :, :, :, offsets]
-        is_whole = self._codec.is_finite(stored).flatten(1).all(dim=1)
-        return torch.nonzero(~is_whole).flatten().tolist()
+        size = self._kv_spec.block_size
+        is_whole = []
+        # A few at a time: a copy of a long prompt's K and V would be new memory, faulted in page by page.
+        for some in torch.split(slots, _CHECKED_AT_ONCE):
+            block_ids = torch.div(some, size, rounding_mode="floor")
+            stored = self._view[block_ids, :, :, :, some - block_ids * size]
+            is_whole.append(self._codec.is_finite(stored).flatten(1).all(dim=1))
+        return torch.nonzero(~torch.cat(is_whole)).flatten().tolist()
 
     def codec_at(self, block_id: int) -> KVCodec:  # noqa: ARG002  # here all blocks have one
         """Return the format of a block."""

@@ -25,10 +25,6 @@ class Handler(BaseHTTPRequestHandler):
         "/v1/cache/stats",
         "/v1/cache/explain/chatcmpl-1",
         "/v1/cache/explain/a%2Fb",
-    )
-        "/v1/cache/stats",
-        "/v1/cache/explain/chatcmpl-1",
-        "/v1/cache/explain/a%2Fb",
         "/v1/cache/reset",
     )
 

@@ -210,3 +210,14 @@ def test_unknown_codecs_are_refused_with_the_option() -> None:
         match="must be one of raw16, int8, float32, received 'int3'; set --kv-cache-dtype",
     ):
         registry.get("int3")
+
+
+@pytest.mark.parametrize("name", registry.names())
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_rows_that_are_not_finite_are_told_from_others(name, bad) -> None:
+    codec = registry.get(name)
+    values = torch.randn((5, 3, 70), generator=torch.Generator().manual_seed(1)) * 1e4
+    values[1, 2, 69] = values[4, 0, 0] = bad
+    expected = torch.isfinite(values).all(dim=-1)
+    assert torch.equal(codec.is_finite(codec.encode(values)), expected)
+    assert codec.is_finite(codec.encode(torch.zeros(2, 64))).tolist() == [True, True]
