@@ -314,6 +314,6 @@ def test_every_sampling_field_that_chooses_tokens_is_tested() -> None:
         "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty",
         "presence_penalty", "frequency_penalty", "logit_bias", "logprobs",
     }  # fmt: skip
-    ends = {"max_tokens", "stop", "stop_token_ids", "ignore_eos", "n"}
+    ends = {"max_tokens", "stop", "stop_token_ids", "ignore_eos", "n", "stop_degenerate"}
     assert set(SamplingParams.__dataclass_fields__) == chooses | ends
     assert replace(SamplingParams(), temperature=0).is_greedy
