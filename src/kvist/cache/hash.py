@@ -44,6 +44,11 @@ _ROOT_TAG = _VERSION + b"R"
 _BLOCK_TAG = _VERSION + b"B"
 
 
+_DIGEST_BYTES = 32
+# What stands before the parent's digest in every block's message.
+_BLOCK_HEAD = _BLOCK_TAG + _DIGEST_BYTES.to_bytes(8, "little")
+
+
 def _field(value: bytes) -> bytes:
     return len(value).to_bytes(8, "little") + value
 
@@ -83,15 +88,7 @@ class BlockHasher:
         Complexity: O(tokens).
         """
         # _field written out: this runs once per block of every prompt.
-        message = b"".join(
-            (
-                _BLOCK_TAG,
-                len(parent).to_bytes(8, "little"),
-                parent,
-                len(tokens).to_bytes(8, "little"),
-                tokens,
-            )
-        )
+        message = b"".join((_BLOCK_HEAD, parent, len(tokens).to_bytes(8, "little"), tokens))
         return BlockHash(blake3(message, key=self._key).digest())
 
 
@@ -112,7 +109,16 @@ class TokenChain:
     Complexity: O(tokens) to build; O(block_size) amortised per new identity.
     """
 
-    __slots__ = ("_block_bytes", "_blocks", "_hasher", "_hashes", "_tail", "namespace")
+    __slots__ = (
+        "_block_bytes",
+        "_blocks",
+        "_hasher",
+        "_hashes",
+        "_tail",
+        "block_size",
+        "namespace",
+        "num_tokens",
+    )
 
     def __init__(
         self,
@@ -122,24 +128,18 @@ class TokenChain:
         token_ids: Sequence[int],
     ) -> None:
         self.namespace = namespace
+        self.block_size = block_size
+        """Tokens per block."""
         self._hasher = hasher
         self._block_bytes = width = block_size * TOKEN_BYTES
         packed = _pack(token_ids)
+        self.num_tokens = len(packed) // TOKEN_BYTES
+        """Tokens in the sequence."""
         num_full_bytes = len(packed) // width * width
         self._blocks = [packed[i : i + width] for i in range(0, num_full_bytes, width)]
         self._tail = packed[num_full_bytes:]
         # Entry i is the parent of block i: the root first.
         self._hashes = [hasher.root(namespace)]
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per block."""
-        return self._block_bytes // TOKEN_BYTES
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in the sequence."""
-        return (len(self._blocks) * self._block_bytes + len(self._tail)) // TOKEN_BYTES
 
     @property
     def num_full_blocks(self) -> int:
@@ -149,6 +149,7 @@ class TokenChain:
     def append(self, token_id: int) -> None:
         """Add one token to the end."""
         self._tail += _pack((token_id,))
+        self.num_tokens += 1
         if len(self._tail) == self._block_bytes:
             self._blocks.append(self._tail)
             self._tail = b""
@@ -156,6 +157,7 @@ class TokenChain:
     def extend(self, token_ids: Sequence[int]) -> None:
         """Add tokens to the end; the same as ``append`` for each of them. O(tokens)."""
         packed = self._tail + _pack(token_ids)
+        self.num_tokens += (len(packed) - len(self._tail)) // TOKEN_BYTES
         width = self._block_bytes
         num_full_bytes = len(packed) // width * width
         self._blocks += [packed[i : i + width] for i in range(0, num_full_bytes, width)]
@@ -172,13 +174,26 @@ class TokenChain:
     def parent_hash(self, index: int) -> BlockHash:
         """Return the identity of what precedes block ``index``: block ``index - 1``, or the root."""
         hashes = self._hashes
-        while len(hashes) <= index:
-            hashes.append(self._hasher.child(hashes[-1], self._blocks[len(hashes) - 1]))
+        if len(hashes) <= index:
+            child = self._hasher.child
+            parent = hashes[-1]
+            for tokens in self._blocks[len(hashes) - 1 : index]:
+                parent = child(parent, tokens)
+                hashes.append(parent)
         return hashes[index]
+
+    def block_hashes(self, start: int, stop: int) -> Sequence[BlockHash]:
+        """Return the identities of full blocks ``[start, stop)``. Complexity: as ``block_hash``."""
+        self.parent_hash(stop)
+        return self._hashes[start + 1 : stop + 1]
 
     def block_tokens(self, index: int) -> bytes:
         """Return the known token ids of block ``index``, u32 little-endian; the last block may be partial or empty."""
         return self._blocks[index] if index < len(self._blocks) else self._tail
+
+    def tokens_from(self, index: int) -> Sequence[bytes]:
+        """Return the known token ids of block ``index`` and all that follow, those of a partial block last."""
+        return [*self._blocks[index:], self._tail] if self._tail else self._blocks[index:]
 
 
 def _pack(token_ids: Sequence[int]) -> bytes:

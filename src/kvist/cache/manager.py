@@ -65,7 +65,7 @@ from kvist.errors import ConfigError, InvariantViolation, NotCached, PinBudgetEx
 from kvist.types import BlockCopy, MissReason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from kvist.cache.block import Block
     from kvist.cache.eviction import StrategyFactory
@@ -353,7 +353,7 @@ class CacheManager:
             return self.admit(match, chain, num_reserved_tokens, is_reuse=is_reuse)
         lease = self._lease_on_hits(match, chain, is_reuse=is_reuse)
         if source is not None:
-            pool.hold(source)
+            pool.hold((source,))
         pool.num_reserved += num_new
         lease.num_reserved_blocks = num_new
         # Before anything is evicted for it: a copy's target may take what another prompt had.
@@ -428,9 +428,11 @@ class CacheManager:
         lease.num_computed_tokens = max(lease.num_computed_tokens, num_computed_tokens)
         if lease.can_publish:
             self._publish(lease, chain)
-        while lease.pending and lease.pending[0][0] <= lease.num_computed_tokens:
-            self._pending.remove(lease.pending.popleft()[1])
-        self._end_copy(lease)
+        pending = lease.pending
+        while pending and pending[0][0] <= lease.num_computed_tokens:
+            self._pending.remove(pending.popleft()[1])
+        if lease.copy_source is not None:
+            self._end_copy(lease)
         if self._aging is not None:
             self._counters.num_demotions_by_age += self._aging.advance(lease)
         while self._forks:
@@ -464,11 +466,11 @@ class CacheManager:
             self._memory.end(lease.in_flight.pop())
         if self._aging is not None:
             self._aging.leave(lease)
-        # Tails first, so that the longest prefix survives longest (eviction inv. 1).
-        for block in reversed(lease.blocks):
+        for block in lease.blocks:
             if block.duplicate_of is not None:
                 self._tree.remove_duplicate(block)
-            self._unhold(block)
+        # Tails first, so that the longest prefix survives longest (eviction inv. 1).
+        self._unhold(reversed(lease.blocks))
         lease.blocks = []
         lease.block_table = []
         lease.tip = None
@@ -506,8 +508,7 @@ class CacheManager:
         num_taken = sum([block.size for block in blocks if block.ref_count == 0])
         if num_taken > self._pool.num_available_units:
             return None
-        for block in blocks:
-            self._pool.hold(block)
+        self._pool.hold(blocks)
         for node in nodes:
             node.has_expired = False
         self._num_pins_of.update(blocks)
@@ -524,11 +525,11 @@ class CacheManager:
         pin.is_released = True
         self._pins.discard(pin)
         # Deepest first (eviction inv. 1).
-        for block in reversed(pin.blocks):
+        for block in pin.blocks:
             self._num_pins_of[block] -= 1
             if not self._num_pins_of[block]:
                 del self._num_pins_of[block]
-            self._unhold(block)
+        self._unhold(reversed(pin.blocks))
         pin.blocks = []
 
     def retain(self, chain: TokenChain, num_tokens: int, ttl_s: float) -> int:
@@ -760,14 +761,14 @@ class CacheManager:
         )
         self._leases.add(lease)
         columns, now_ns = self._tree.columns, self._deadlines.now_ns()
-        for node in match.nodes:  # inv. 2
+        for node in match.nodes:
             node.num_hits += is_reuse
             columns.num_hits[node.block.block_id] += is_reuse
             columns.used_ns[node.block.block_id] = now_ns
-            self._pool.hold(node.block)
         if match.source is not None:
             columns.used_ns[match.source.block.block_id] = now_ns
         lease.blocks = [node.block for node in match.nodes]
+        self._pool.hold(lease.blocks)  # inv. 2
         lease.block_table = list(match.block_ids)
         if self._aging is not None:
             self._counters.num_demotions_by_age += self._aging.enter(lease)
@@ -786,14 +787,16 @@ class CacheManager:
     def _append_blocks(self, lease: PrefixLease, num_new: int) -> None:
         """Allocate blocks promised to the lease."""
         pool = self._pool
+        allocate, tenant = pool.allocate, lease.tenant
+        blocks, block_table = lease.blocks, lease.block_table
         for _ in range(num_new):
-            while not pool.num_free:
+            while not pool.has_room:
                 self._make_room()
-            block = pool.allocate(lease.tenant)
+            block = allocate(tenant)
             if self._aging is not None:
                 self._aging.add(block)
-            lease.blocks.append(block)
-            lease.block_table.append(block.block_id)
+            blocks.append(block)
+            block_table.append(block.block_id)
             lease.num_reserved_blocks -= 1
             pool.num_reserved -= 1
 
@@ -830,21 +833,21 @@ class CacheManager:
         self._pool.free(block)
         self._counters.num_superseded_blocks += 1
 
-    def _unhold(self, block: Block) -> None:
-        """Take one reference away; the last one decides what becomes of the block."""
-        if not self._pool.unhold(block):
-            return
-        node = block.node
-        if node is None:
-            self._pool.free(block)
-        elif node.duplicates:
-            self._tree.replace(node, next(iter(node.duplicates)))
-            self._seal(node)
-            self._pool.free(block)
-        elif node.is_partial and self._tree.is_covered(node):
-            self._supersede(node)
-        else:
-            self._pool.keep(block)
+    def _unhold(self, blocks: Iterable[Block]) -> None:
+        """Take one reference away from each block, deepest first; the last one decides what becomes of it."""
+        pool = self._pool
+        for block in pool.unhold(blocks):
+            node = block.node
+            if node is None:
+                pool.free(block)
+            elif node.duplicates:
+                self._tree.replace(node, next(iter(node.duplicates)))
+                self._seal(node)
+                pool.free(block)
+            elif node.block_hash is None and node.is_partial and self._tree.is_covered(node):
+                self._supersede(node)
+            else:
+                pool.keep(block)
 
     def _begin_copy(self, lease: PrefixLease, source: Block, num_tokens: int) -> None:
         """Allocate the copy's target; the source is held already. A failure gives everything back."""
@@ -863,7 +866,7 @@ class CacheManager:
     def _end_copy(self, lease: PrefixLease) -> None:
         """Let go of the copy's source: it has run, or never will."""
         if lease.copy_source is not None:
-            self._unhold(lease.copy_source)
+            self._unhold((lease.copy_source,))
             lease.copy_source = lease.pending_copy = None
 
     def _publish(self, lease: PrefixLease, chain: TokenChain) -> None:
@@ -887,7 +890,8 @@ class CacheManager:
             if lease.open_node is None:
                 node = self._tree.add(parent, block, tokens, block_hash)
                 self._tree.columns.begin(node, self._deadlines.now_ns())
-                self._drop_superseded_by(node)
+                if len(parent.ordered) > 1:
+                    self._drop_superseded_by(node)
             else:
                 self._publish_head(lease, chain, tokens)
                 node = lease.open_node
@@ -896,7 +900,7 @@ class CacheManager:
             if parent.parent is not None and len(parent.ordered) == 2:
                 self._forks.append(node)
             self._counters.num_published_blocks += 1
-            node.entry = self._memory.publish(self._entry_above(node), tokens)
+            node.entry = self._remember(lease, node)
             self._seal(node)
         else:
             if lease.open_node is not None:
@@ -909,12 +913,24 @@ class CacheManager:
                 self._drop_pending(lease)
                 return False
             self._add_duplicate(node, block)
-        if lease.in_flight:
-            self._memory.end(lease.in_flight.popleft())
+            if lease.in_flight:
+                self._memory.end(lease.in_flight.popleft())
         lease.open_node = None
         lease.tip = node
         lease.num_sealed += 1
         return True
+
+    def _remember(self, lease: PrefixLease, node: Node) -> Entry:
+        """Return the memory's entry of a block that has just been published."""
+        begun = lease.in_flight.popleft() if lease.in_flight else None
+        # The last block of a prompt was shorter when it was begun.
+        if begun is not None and len(begun.tokens) == len(node.tokens):
+            self._memory.fulfil(begun)
+            return begun
+        entry = self._memory.publish(self._entry_above(node), node.tokens)
+        if begun is not None:
+            self._memory.end(begun)
+        return entry
 
     def _publish_head(self, lease: PrefixLease, chain: TokenChain, tokens: bytes) -> None:
         """Offer the computed tokens of block num_sealed for copying."""
@@ -1016,10 +1032,8 @@ class CacheManager:
     def _begin_in_flight(self, lease: PrefixLease, chain: TokenChain) -> None:
         """Remember what the lease is going to compute of the tokens known so far."""
         entry = lease.tip.entry if lease.tip is not None else self._memory.root(chain.namespace)
-        for index in range(lease.num_shared, self.num_blocks_for(chain.num_tokens)):
-            assert entry is not None
-            entry = self._memory.begin(entry, chain.block_tokens(index))
-            lease.in_flight.append(entry)
+        assert entry is not None
+        lease.in_flight.extend(self._memory.begin(entry, chain.tokens_from(lease.num_shared)))
 
     def _entry_above(self, node: Node) -> Entry:
         parent = node.parent
@@ -1030,15 +1044,16 @@ class CacheManager:
 
     def _add_pending(self, lease: PrefixLease, chain: TokenChain) -> None:
         """Note what the lease is going to compute of the tokens known so far."""
-        size = self.block_size
-        for index in range(lease.num_shared, self.num_blocks_for(chain.num_tokens)):
-            end = min((index + 1) * size, chain.num_tokens)
-            if (
-                end > lease.num_computed_tokens
-            ):  # a tail that was copied whole is not computed again
-                key = pending_key(chain, index)
-                self._pending.add(key)
-                lease.pending.append((end, key))
+        size, num_full = self.block_size, chain.num_full_blocks
+        # A tail that was copied whole is not computed again.
+        first = lease.num_computed_tokens // size
+        keys: list[bytes] = [*chain.block_hashes(first, num_full)]
+        ends = [*range((first + 1) * size, (num_full + 1) * size, size)]
+        if chain.num_tokens > max(num_full * size, lease.num_computed_tokens):
+            keys.append(pending_key(chain, num_full))
+            ends.append(chain.num_tokens)
+        self._pending.add(keys)
+        lease.pending.extend(zip(ends, keys, strict=True))
 
     def _drop_pending(self, lease: PrefixLease) -> None:
         while lease.pending:

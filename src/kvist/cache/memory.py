@@ -155,17 +155,31 @@ class PromptMemory:
             root = roots[namespace] = RootEntry(namespace)
         return root
 
-    def begin(self, parent: Entry, tokens: bytes) -> Entry:
-        """Note that a lease is going to compute a block; ``end`` when it has, or gave up."""
-        entry = self._child(parent, tokens)
-        entry.num_in_flight += 1
-        self.ghosts.pop(entry, None)
-        return entry
+    def begin(self, parent: Entry, blocks: Sequence[bytes]) -> Sequence[Entry]:
+        """Note that a lease is going to compute a run of blocks; ``end`` or ``fulfil`` each."""
+        entries = []
+        for tokens in blocks:
+            if parent.children:
+                entry = self._child(parent, tokens)
+                self.ghosts.pop(entry, None)
+            else:
+                entry = Entry(parent, tokens)
+                parent.children.append(entry)
+            entry.num_in_flight += 1
+            entries.append(entry)
+            parent = entry
+        return entries
+
+    def fulfil(self, entry: Entry) -> None:
+        """Do ``end`` and ``publish`` for an entry at once, without a search."""
+        entry.num_in_flight -= 1
+        entry.num_cached += 1
+        entry.left_why = None
 
     def end(self, entry: Entry) -> None:
-        """Undo one ``begin``. Of several blocks of a lease the last one goes first (inv. 4)."""
+        """Undo one block of ``begin``. Of several blocks of a lease the last one goes first (inv. 4)."""
         entry.num_in_flight -= 1
-        if entry.is_idle:
+        if not (entry.num_in_flight or entry.num_cached):
             if entry.left_why is None:
                 self._remove(entry)
             else:
@@ -184,7 +198,7 @@ class PromptMemory:
         entry.num_cached -= 1
         entry.left_why = why
         entry.left_ns = self._clock_ns()
-        if entry.is_idle:
+        if not (entry.num_in_flight or entry.num_cached):
             self._add_ghost(entry)
 
     def supersede(self, entry: Entry) -> None:
@@ -212,8 +226,12 @@ class PromptMemory:
         parent = entry.parent
         assert parent is not None
         assert not entry.children
-        del parent.children[bisect_left(parent.children, entry.tokens, key=_tokens_of)]
-        if isinstance(parent, RootEntry) and not parent.children:
+        children = parent.children
+        if len(children) > 1:
+            del children[bisect_left(children, entry.tokens, key=_tokens_of)]
+            return
+        children.clear()
+        if isinstance(parent, RootEntry):
             roots = self._tenants[parent.namespace.tenant]
             del roots[parent.namespace]
             if not roots:

@@ -47,7 +47,7 @@ class Partition:
 
     def evict(self) -> Block:
         """Take out the block that is to go. There must be one."""
-        if len(self.strategy):
+        if not self.retained or len(self.strategy):
             return self.strategy.evict()
         return self.retained.popitem(last=False)[0]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from kvist.cache.hash import TokenChain
 
@@ -25,7 +25,7 @@ def pending_key(chain: TokenChain, index: int) -> bytes:
 
 
 class PendingIdentities:
-    """Counts the live leases that are computing each identity. Every operation is O(1)."""
+    """Counts the live leases that are computing each identity. Every operation is O(1) for each identity."""
 
     __slots__ = ("_counts",)
 
@@ -40,9 +40,11 @@ class PendingIdentities:
         """Leases per key, for checks."""
         return self._counts
 
-    def add(self, key: bytes) -> None:
-        """Note that one more lease computes this identity."""
-        self._counts[key] = self._counts.get(key, 0) + 1
+    def add(self, keys: Iterable[bytes]) -> None:
+        """Note that one more lease computes these identities."""
+        counts = self._counts
+        for key in keys:
+            counts[key] = counts.get(key, 0) + 1
 
     def remove(self, key: bytes) -> None:
         """Note that one of them has computed it or given up."""

@@ -24,7 +24,7 @@ from kvist.cache.partition import Partitions
 from kvist.types import BlockCopy, BlockId, MemoryOp
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from kvist.cache.eviction import StrategyFactory
     from kvist.cache.tree import Node
@@ -114,6 +114,11 @@ class BlockPool:
         return self.capacity // self.sizes[0]
 
     @property
+    def has_room(self) -> bool:
+        """Whether a block can be allocated without giving up another one."""
+        return self.num_used + self.sizes[0] <= self.capacity
+
+    @property
     def num_free(self) -> int:
         """Blocks that could be allocated without giving up another one."""
         return (self.capacity - self.num_used) // self.sizes[0]
@@ -150,20 +155,25 @@ class BlockPool:
             self._memory_ops.append(MemoryOp("allocate", block.block_id, self._codecs[0]))
         return block
 
-    def hold(self, block: Block) -> None:
-        """Add a reference to an evictable or held block."""
-        if block.ref_count == 0:
-            self.withdraw(block)
-        block.ref_count += 1
+    def hold(self, blocks: Iterable[Block]) -> None:
+        """Add a reference to each of some evictable or held blocks."""
+        for block in blocks:
+            if block.ref_count == 0:
+                self.withdraw(block)
+            block.ref_count += 1
 
-    def unhold(self, block: Block) -> bool:
-        """Take a reference away.
+    def unhold(self, blocks: Iterable[Block]) -> Sequence[Block]:
+        """Take a reference away from each of some held blocks.
 
         Returns:
-            Whether it was the last one; the caller then calls ``keep`` or ``free``.
+            Those for which it was the last one, in the same order; the caller then calls ``keep`` or ``free``.
         """
-        block.ref_count -= 1
-        return block.ref_count == 0
+        unheld = []
+        for block in blocks:
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                unheld.append(block)
+        return unheld
 
     def keep(self, block: Block) -> None:
         """Make a published block whose last reference has gone evictable."""

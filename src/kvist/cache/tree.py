@@ -186,7 +186,12 @@ class PrefixTree:
         """Add a full node for a block that nobody has offered the head of. No sibling may have the identity."""
         node = Node(parent.namespace, parent, block, tokens)
         block.node = node
-        self._insert(node)
+        if parent.keys:
+            self._insert(node)
+        else:
+            parent.keys.append(tokens)
+            parent.ordered.append(node)
+            parent.num_changes += 1
         self._enter(node, parent)
         node.block_hash = block_hash
         parent.children[block_hash] = node
@@ -232,12 +237,18 @@ class PrefixTree:
         parent = node.parent
         assert parent is not None
         assert not node.keys
-        self._detach(node)
+        keys = parent.keys
+        if len(keys) > 1:
+            self._detach(node)
+        else:
+            keys.clear()
+            parent.ordered.clear()
+            parent.num_changes += 1
         if node.block_hash is not None:
             del parent.children[node.block_hash]
         node.block.node = None
         self.columns.leave(node.block)
-        if parent.parent is None and not parent.keys:
+        if not keys and parent.parent is None:
             del self.roots[parent.namespace]
 
     def superseded_by(self, node: Node) -> Node | None:

@@ -4,21 +4,25 @@ Responsible for time: when requests arrive, how long each step takes, and which 
 computed, shared, evicted, deferred or preempted is decided by ``Scheduler`` and ``CacheManager`` themselves.
 
 One step is planned, takes its price (``cost``), and is applied; requests that arrived meanwhile are added, and so on.
-That alone would plan once for every token of the longest output. Two kinds of steps are not planned (*fast-forward*):
+That alone would plan once for every token of the longest output. Three kinds of steps are not planned (*fast-forward*):
 
 1.  A sequence that only decodes inside one block changes nothing that anybody can see: it allocates nothing and
     publishes no full block, and nobody shares its output. It is *asleep* (``Scheduler.sleep``), and counted in the
-    price of every step and against the budget. It is planned again in the steps that matter: the one that starts
-    a block, the one that fills a block, its last one. Steps in which everybody is asleep
-    are one jump, which ends where somebody wakes or a request arrives.
-2.  While one request prefills, nobody else is awake and nobody waits, its whole chunks are extended and committed
+    price of every step and against the budget. Steps in which everybody is asleep are one jump, which ends at a step
+    that matters to somebody or where a request arrives. To a sequence three steps matter: the one that starts a block,
+    the one that fills a block, its last one.
+2.  A sequence that is sure of its blocks, since it set ``max_tokens``, takes the block that it starts from its lease,
+    which is what a plan would do first, and commits what it has written there after the step, so that others see that
+    it goes on. The other steps that matter to it need no plan if everybody is asleep and a plan could start nobody:
+    what was computed is committed, and the sequence ends if that was its last step.
+3.  While one request prefills, nobody else is awake and nobody waits, its whole chunks are extended and committed
     one after another without planning.
 
 What differs from planning every step: nothing in what is cached, evicted or hit, nor in any time, as long as every
 running sequence gets its token in every step (``max_batch_tokens >= max_running``; otherwise all steps are planned).
 Counters of the scheduler that count plans (``num_steps``, ``num_deferred_admissions``) count fewer. Whoever looks at
 the tokens of a running request (``fair`` charging for output; the choice of a victim, which happens only when requests
-set no ``max_tokens``) sees those of a sleeping one late, by less than a block.
+set no ``max_tokens``) sees those of a sleeping one late, by a block at most.
 
 Invariants:
     1. ``_num_attended`` is the sum over sleeping sequences of the positions that their next step attends to.
@@ -40,7 +44,7 @@ from kvist.replay.cost import PS_PER_S, StepPrices
 from kvist.replay.tokens import SimulatedRequest, own_token, prompt_of
 from kvist.sched import policy
 from kvist.sched.output import SampledToken, StepResult
-from kvist.types import RequestId, SamplingParams, TokenId
+from kvist.types import FinishReason, RequestId, SamplingParams, TokenId
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -165,8 +169,13 @@ class Simulator:
         self._num_idle_clients = load.concurrency or 0
         self._live: dict[RequestId, SimulatedRequest] = {}
         self._step = 0
-        # Sleeping sequences: (step to wake in, number, first step slept through, sequence); entries may be out of date.
+        # Sleeping sequences: (next step that matters, number, first step slept through, sequence); entries may be out
+        # of date.
         self._alarms: list[tuple[int, int, int, SimulatedRequest]] = []
+        # Sleeping sequences of which others are to see in the coming step that they go on: they start a block, or have
+        # just got their first token. And those to which it matters otherwise, although it needs no plan; by number.
+        self._going_on: list[SimulatedRequest] = []
+        self._due: list[SimulatedRequest] = []
         self._num_asleep = 0
         self._num_attended = 0
         # Whether the last plan scheduled nothing and nothing has happened since that could change that.
@@ -316,6 +325,8 @@ class Simulator:
         self._step += 1
         self._num_attended += self._num_asleep
         self._is_settled = False
+        if self._going_on:
+            self._commit_first()
 
     def _take(self, request: SimulatedRequest, update: RequestUpdate) -> None:
         if update.token_ids:
@@ -361,21 +372,33 @@ class Simulator:
 
     def _put_to_sleep(self, request: SimulatedRequest) -> None:
         """Leave a decoding sequence out of plans until the next step that matters (module docstring)."""
-        size = self.manager.block_size
-        # Of the position that its next step computes.
-        offset = (request.num_tokens - 1) % size
-        if request.num_uncomputed_tokens != 1 or request.num_output_tokens < 1 or offset == 0:
+        if request.num_uncomputed_tokens != 1 or request.num_output_tokens < 1:
             return
-        num_left = min(request.num_output_left, self._max_len - request.num_tokens)
-        num_skipped = min(size - 1 - offset, num_left - 1)
-        if num_skipped < 1:
+        num_skipped = self._steps_to_matter(request)
+        if num_skipped < 1 and request.params.max_tokens is None:
             return
         request.asleep_since = self._step
         self._num_asleep += 1
         self._num_attended += request.num_tokens
-        entry = (self._step + num_skipped, request.number, self._step, request)
-        heapq.heappush(self._alarms, entry)
+        self._set_alarm(request, num_skipped)
+        if request.num_output_tokens == 1 and num_skipped:
+            self._going_on.append(request)
         self._scheduler.sleep(request, partial(self._catch_up, request))
+
+    def _steps_to_matter(self, request: SimulatedRequest) -> int:
+        """Return the steps before the next one that matters to a sequence."""
+        size = self.manager.block_size
+        # Of the position that the next step computes.
+        offset = (request.num_tokens - 1) % size
+        return 0 if offset == 0 else min(size - 1 - offset, self._steps_to_end(request) - 1)
+
+    def _steps_to_end(self, request: SimulatedRequest) -> int:
+        """Return the steps that a sequence had to go when it fell asleep, the last one included."""
+        return min(request.num_output_left, self._max_len - request.num_tokens)
+
+    def _set_alarm(self, request: SimulatedRequest, num_steps: int) -> None:
+        entry = (self._step + num_steps, request.number, request.asleep_since, request)
+        heapq.heappush(self._alarms, entry)
 
     def _catch_up(self, request: SimulatedRequest) -> None:
         """Do at once what a sleeping sequence did in the steps since; all of it inside a block that it has."""
@@ -391,14 +414,65 @@ class Simulator:
         self._num_attended -= request.num_tokens
 
     def _wake(self) -> None:
-        """Let the scheduler plan for the sequences that the coming step matters to."""
-        alarms = self._alarms
+        """Do what the coming step needs for sleeping sequences, or let the scheduler plan for them."""
+        alarms, scheduler = self._alarms, self._scheduler
+        if not alarms or alarms[0][0] > self._step:
+            return
+        due: list[SimulatedRequest] = []
+        can_do = True
         while alarms and alarms[0][0] <= self._step:
             _, _, asleep_since, request = heapq.heappop(alarms)
             # A preempted sequence was woken before, and maybe put to sleep again later.
-            if request.asleep_since == asleep_since:
+            if request.asleep_since != asleep_since:
+                continue
+            if not self._start_block(request):
+                due.append(request)
+                can_do &= request.params.max_tokens is not None
+        if can_do and not scheduler.num_awake and (self._is_settled or not scheduler.num_waiting):
+            self._due = due
+            return
+        for request in due:
+            scheduler.wake(request)
+            self._is_settled = False
+
+    def _start_block(self, request: SimulatedRequest) -> bool:
+        """Take the block that a sleeping sequence starts in the coming step; False when the step matters otherwise."""
+        num_slept = self._step - request.asleep_since
+        num_positions = request.num_tokens + num_slept
+        size = self.manager.block_size
+        if (num_positions - 1) % size or request.params.max_tokens is None:
+            return False
+        # A plan of such a policy looks at the cache first.
+        if self._is_cache_aware and self._scheduler.num_waiting:
+            return False
+        if not self.manager.extend(_lease_of(request), num_positions):
+            raise InvariantViolation(f"[replay] an output outgrew its reservation: {request!r}")
+        if size == 1 or self._steps_to_end(request) - num_slept == 1:
+            return False
+        self._going_on.append(request)
+        return True
+
+    def _commit_first(self) -> None:
+        """Commit the first positions after a prompt or of a block, computed in the step that has passed."""
+        going_on, self._going_on = self._going_on, []
+        for request in going_on:
+            # Not when it was preempted meanwhile, or woken for another reason.
+            if request.asleep_since >= 0:
                 self._scheduler.wake(request)
-                self._is_settled = False
+                self._put_to_sleep(request)
+
+    def _finish_due(self) -> None:
+        """Commit what the step that has passed computed for sequences that it mattered to, and end some of them."""
+        for request in self._due:
+            self._scheduler.wake(request)
+            if request.num_output_left and request.num_tokens < self._max_len:
+                self._put_to_sleep(request)
+                continue
+            update = self._scheduler.finish(request.request_id, FinishReason.LENGTH)
+            assert update is not None
+            self._end(request, update)
+            self._is_settled = False
+        self._due.clear()
 
     def _steps_to_wake(self) -> int:
         """Return the steps before somebody has to be awake; out-of-date alarms only make it shorter."""
@@ -407,13 +481,14 @@ class Simulator:
     def _skip_decoding(self) -> None:
         """Let time pass while everybody is asleep: until somebody wakes, or the end of the step somebody arrives in."""
         num_asleep = self._num_asleep
-        if num_asleep == 0 or not self._alarms:
+        if num_asleep == 0 or not (self._alarms or self._due or self._going_on):
             raise InvariantViolation(
                 f"[replay] nothing can go on at step {self._step}: {self._scheduler.stats()}"
             )
         first = self._prices.step + self._prices.decode(num_asleep, self._num_attended)
         growth = self._prices.decode(0, num_asleep)
-        num_steps = self._steps_to_wake() if self._is_settled else 1
+        is_jump = self._is_settled and not self._due and not self._going_on
+        num_steps = self._steps_to_wake() if is_jump else 1
         if self._next is not None and not self._is_closed_loop:
             left = self._next_ps - self._now_ps
             num_steps = min(num_steps, _steps_lasting(left, first, growth))
@@ -433,12 +508,16 @@ class Simulator:
         self._now_ps += duration
         self._step += num_steps
         self._num_attended += num_asleep * num_steps
+        if self._going_on:
+            self._commit_first()
+        if self._due:
+            self._finish_due()
 
     def _skip_chunks(self) -> bool:
         """Compute whole chunks of the one prompt in progress, while they take the whole budget and nobody waits."""
         request = self._prefilling
         scheduler = self._scheduler
-        if request is None or not self._can_skip:
+        if request is None or not self._can_skip or self._going_on:
             return False
         self._prefilling = None
         if scheduler.num_waiting or scheduler.num_running - self._num_asleep != 1:

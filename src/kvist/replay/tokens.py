@@ -60,29 +60,22 @@ def _placeholder(num_tokens: int) -> tuple[int, ...]:
     return (0,) * num_tokens
 
 
-class _CountedTokens:
-    """The tokens of a sequence where only their number is ever asked for: a step of the simulation computes none.
+class _UnseenTokens:
+    """The tokens of a sequence of which nobody asks more than their number: a step of the simulation computes none.
 
     A list of 100,000 integers per request would cost more than all the rest.
     """
 
-    __slots__ = ("_num_tokens",)
-
-    def __init__(self, num_tokens: int) -> None:
-        self._num_tokens = num_tokens
-
-    def __len__(self) -> int:
-        return self._num_tokens
+    __slots__ = ()
 
     def __getitem__(self, index: slice) -> tuple[int, ...]:
-        return _placeholder(len(range(*index.indices(self._num_tokens))))
+        return _placeholder(index.stop - index.start)
 
     def append(self, token_id: int) -> None:
-        del token_id
-        self._num_tokens += 1
+        """Keep nothing: ``Request.num_tokens`` counts."""
 
-    def grow(self, num_tokens: int) -> None:
-        self._num_tokens += num_tokens
+
+_UNSEEN = cast("list[TokenId]", _UnseenTokens())
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -106,11 +99,12 @@ class SimulatedRequest(Request):
     """Index of the first step that it sleeps through."""
 
     def __post_init__(self) -> None:
-        self.token_ids = cast("list[TokenId]", _CountedTokens(len(self.prompt_token_ids)))
+        self.token_ids = _UNSEEN
+        self.num_tokens = self.num_prompt_tokens = len(self.prompt_token_ids)
 
     def append_many(self, num_tokens: int) -> None:
         """Add so many output tokens at once."""
-        cast("_CountedTokens", self.token_ids).grow(num_tokens)
+        self.num_tokens += num_tokens
         self.chain.extend(array("I", [own_token(self.number)]) * num_tokens)
 
     @property

@@ -82,6 +82,8 @@ class Admission:
         """
         if not self._running:
             self._is_batch_open = True
+        if not len(self._waiting):
+            return
         if self.can_admit(step):
             self._is_batch_open = self._admit_in_order(step)
         self._waiting.queue.restore()
@@ -131,9 +133,7 @@ class Admission:
         num_tokens = request.num_tokens - match.num_hit_tokens
         if num_tokens <= step.budget or self._policy.is_batched:
             return min(num_tokens, step.budget)
-        num_left = min(
-            (left for r in self._running.awake if (left := step.num_left(r)) > 0), default=None
-        )
+        num_left = step.least_left(self._running.awake)
         if not is_urgent and num_left is not None and 2 * num_tokens > num_left:
             return None
         has_others = len(self._waiting.queue) - self._waiting.queue.num_parked > 1
@@ -165,6 +165,7 @@ class Admission:
             step.copies.append(lease.pending_copy)
         if num_tokens:
             step.schedule(request, num_tokens)
+        step.has_partial |= num_tokens < request.num_uncomputed_tokens
         return True
 
     def _allocate(self, request: Request, match: PrefixMatch, step: Step) -> PrefixLease | None:

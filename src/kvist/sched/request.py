@@ -60,7 +60,8 @@ class Request:
     Made by the engine, handed to ``Scheduler.add`` and owned by the scheduler from then on.
 
     Invariants:
-        1. ``token_ids`` is prompt then output, and only ever grows; ``chain`` holds the same tokens.
+        1. ``token_ids`` is prompt then output, and only ever grows; ``chain`` holds the same tokens, ``num_tokens`` of
+           them.
         2. A lease is held exactly while RUNNING.
         3. ``0 <= num_computed_tokens <= num_tokens``, and 0 unless RUNNING.
     """
@@ -87,6 +88,10 @@ class Request:
     # Everything below is written by the scheduler only.
     token_ids: list[TokenId] = field(init=False)
     """Prompt, then output."""
+    num_tokens: int = field(init=False)
+    """Prompt and output tokens so far."""
+    num_prompt_tokens: int = field(init=False)
+    """Tokens given by the client."""
     status: RequestStatus = field(init=False, default=RequestStatus.WAITING)
     arrival_index: int = field(init=False, default=-1)
     """Order of arrival, from 0; kept through preemption, so an old request stays old."""
@@ -131,33 +136,24 @@ class Request:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and output tokens so far."""
-        return len(self.token_ids)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens given by the client."""
-        return len(self.prompt_token_ids)
+        self.num_tokens = self.num_prompt_tokens = len(self.prompt_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
         """Tokens produced so far."""
-        return len(self.token_ids) - len(self.prompt_token_ids)
+        return self.num_tokens - self.num_prompt_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
         """Positions still to compute before the next token can be chosen; 0 while it sleeps."""
         if self.on_wake is not None:
             return 0
-        return len(self.token_ids) - self.num_computed_tokens
+        return self.num_tokens - self.num_computed_tokens
 
     @property
     def num_expected_prefill_tokens(self) -> int:
         """While it waits: positions to compute before the next token, if the cache holds what it held."""
-        return len(self.token_ids) - self.num_expected_hit_tokens
+        return self.num_tokens - self.num_expected_hit_tokens
 
     @property
     def is_reuse(self) -> bool:
@@ -167,12 +163,12 @@ class Request:
     @property
     def has_progressed(self) -> bool:
         """Whether it produced a token since it was preempted last, or never was."""
-        return len(self.token_ids) > self.num_tokens_at_preemption
+        return self.num_tokens > self.num_tokens_at_preemption
 
     @property
     def output_token_ids(self) -> tuple[TokenId, ...]:
         """Tokens produced so far. O(output)."""
-        return tuple(self.token_ids[len(self.prompt_token_ids) :])
+        return tuple(self.token_ids[self.num_prompt_tokens :])
 
     def move_to(self, status: RequestStatus) -> None:
         """Change the state.
@@ -189,6 +185,7 @@ class Request:
     def append(self, token_id: TokenId) -> None:
         """Add one output token."""
         self.token_ids.append(token_id)
+        self.num_tokens += 1
         self.chain.append(token_id)
 
     def usage(self) -> Usage:

@@ -21,9 +21,12 @@ class Running:
     Complexity: O(running) moves of pointers and O(log running) comparisons; there are at most ``max_running``.
     """
 
-    __slots__ = ("awake", "requests")
+    __slots__ = ("_arrivals", "_awake_arrivals", "awake", "requests")
 
     def __init__(self) -> None:
+        # Arrival indices of the two lists below: bisect with a key would call it for each comparison.
+        self._arrivals: list[int] = []
+        self._awake_arrivals: list[int] = []
         self.requests: list[Request] = []
         """By arrival, oldest first."""
         self.awake: list[Request] = []
@@ -39,30 +42,25 @@ class Running:
 
     def add(self, request: Request) -> None:
         """Add a request, awake."""
-        bisect.insort(self.requests, request, key=by_arrival)
-        bisect.insort(self.awake, request, key=by_arrival)
+        _insert(self.requests, self._arrivals, request)
+        _insert(self.awake, self._awake_arrivals, request)
 
     def remove(self, request: Request) -> None:
         """Take out a request that is awake."""
-        _discard(self.requests, request)
-        _discard(self.awake, request)
+        _discard(self.requests, self._arrivals, request)
+        _discard(self.awake, self._awake_arrivals, request)
 
     def sleep(self, request: Request, on_wake: Callable[[], None]) -> None:
         """Leave a request out of ``awake`` until ``wake``."""
         request.on_wake = on_wake
-        _discard(self.awake, request)
+        _discard(self.awake, self._awake_arrivals, request)
 
     def wake(self, request: Request) -> None:
         """Put a sleeping request back and let it catch up."""
         on_wake, request.on_wake = request.on_wake, None
         assert on_wake is not None
-        bisect.insort(self.awake, request, key=by_arrival)
+        _insert(self.awake, self._awake_arrivals, request)
         on_wake()
-
-
-def by_arrival(request: Request) -> int:
-    """Return the key of the order of arrival."""
-    return request.arrival_index
 
 
 def lease_of(request: Request) -> PrefixLease:
@@ -71,6 +69,14 @@ def lease_of(request: Request) -> PrefixLease:
     return request.lease
 
 
-def _discard(requests: list[Request], request: Request) -> None:
+def _insert(requests: list[Request], arrivals: list[int], request: Request) -> None:
+    """Add a request to a list by arrival."""
+    place = bisect.bisect_left(arrivals, request.arrival_index)
+    arrivals.insert(place, request.arrival_index)
+    requests.insert(place, request)
+
+
+def _discard(requests: list[Request], arrivals: list[int], request: Request) -> None:
     """Take a request out of a list by arrival that it is in."""
-    del requests[bisect.bisect_left(requests, request.arrival_index, key=by_arrival)]
+    place = bisect.bisect_left(arrivals, request.arrival_index)
+    del arrivals[place], requests[place]

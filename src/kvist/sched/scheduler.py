@@ -69,7 +69,7 @@ from kvist.sched.policy import check_priority
 from kvist.sched.preemption import choose_victim
 from kvist.sched.report import RequestRow, RequestUpdate, SchedulerStats, distrust
 from kvist.sched.request import Request, RequestStatus
-from kvist.sched.running import Running, by_arrival, lease_of
+from kvist.sched.running import Running, lease_of
 from kvist.sched.step import InFlight, Step
 from kvist.sched.throughput import Throughput
 from kvist.sched.waiting import Waiting
@@ -290,7 +290,7 @@ class Scheduler:
         """Return where each request stands, in order of arrival. O(requests log requests)."""
         now_ns = self._clock()
         overtakes = self._waiting.queue.overtakes()
-        requests = sorted(self._requests.values(), key=by_arrival)
+        requests = sorted(self._requests.values(), key=lambda r: r.arrival_index)
         return tuple(self._row(request, now_ns, overtakes.get(request, 0)) for request in requests)
 
     def preempt(self, request_id: RequestId) -> bool:
@@ -404,8 +404,10 @@ class Scheduler:
             )
         started_ns = self._clock()
         step = Step(budget=max(0, self._max_batch_tokens - self._running.num_asleep))
-        self._waiting.wake_parked()
-        self._waiting.reorder_stale()
+        if self._waiting.queue.num_parked:
+            self._waiting.wake_parked()
+        if self._policy.is_cache_aware:
+            self._waiting.reorder_stale()
         self._plan_next_tokens(step)
         self._plan_prompts_begun(step)
         self._retry_paused(step)
@@ -431,11 +433,14 @@ class Scheduler:
             [r for r in self._running.awake if r.num_uncomputed_tokens > 1],
             key=lambda r: r.num_uncomputed_tokens,
         )
+        if not begun:
+            return
         budget = step.budget - (step.budget // 2 if self._admission.can_admit(step) else 0)
         for index, request in enumerate(begun):
             # The longest gets what the shorter ones leave, which is half at least: it is never stopped by them.
             share = budget if index == len(begun) - 1 else budget // 2
             num_tokens = min(request.num_uncomputed_tokens, share)
+            step.has_partial |= num_tokens < request.num_uncomputed_tokens
             if num_tokens and self._compute(request, num_tokens, step):
                 budget -= num_tokens
 
@@ -443,13 +448,15 @@ class Scheduler:
         # Others may have given way since: alone at last, the oldest must not pause in an empty plan.
         if not step.has_preempted:
             return
-        for request in sorted(step.paused, key=by_arrival):
+        for request in sorted(step.paused, key=lambda r: r.arrival_index):
             if step.budget == 0:
                 return
             step.paused.discard(request)
             self._compute(request, min(request.num_uncomputed_tokens, step.budget), step)
 
     def _plan_rest(self, step: Step) -> None:
+        if not (step.has_partial or step.has_preempted):
+            return  # whoever was given nothing found the step full, or pauses
         for request in list(self._running.awake) if step.budget else ():
             if step.budget == 0:
                 return
@@ -462,7 +469,8 @@ class Scheduler:
         if request.status is not RequestStatus.RUNNING:
             return False  # preempted a moment ago
         position = request.num_computed_tokens + step.num_scheduled.get(request, 0) + num_tokens
-        if not self._make_room(request, position, step):
+        num_covered = len(lease_of(request).block_table) * self._manager.block_size
+        if position > num_covered and not self._make_room(request, position, step):
             return False
         step.schedule(request, num_tokens)
         return True
@@ -505,19 +513,23 @@ class Scheduler:
         self._end(request, FinishReason.ERROR)
 
     def _hand_out(self, step: Step, started_ns: int) -> StepPlan:
+        sequences = []
+        for request, num_tokens in step.num_scheduled.items():
+            sequences.append(self._sequence(request, num_tokens))
+            start = request.num_computed_tokens
+            if start < request.num_computed_before:
+                num_repeated = min(num_tokens, request.num_computed_before - start)
+                request.num_recomputed_tokens += num_repeated
+                self._num_recomputed_tokens += num_repeated
+            self._num_scheduled_tokens += num_tokens
         requests = tuple(step.num_scheduled)
         memory_ops = self._manager.take_memory_ops()
         plan = StepPlan(
             step_index=self._num_steps,
             copies=() if memory_ops else tuple(step.copies),
             memory_ops=memory_ops,
-            sequences=tuple(self._sequence(r, n) for r, n in step.num_scheduled.items()),
+            sequences=tuple(sequences),
         )
-        for request, sequence in zip(requests, plan.sequences, strict=True):
-            repeated = min(sequence.context_len, request.num_computed_before) - sequence.start
-            request.num_recomputed_tokens += max(0, repeated)
-            self._num_recomputed_tokens += max(0, repeated)
-            self._num_scheduled_tokens += len(sequence.token_ids)
         self._num_steps += 1
         self._in_flight = InFlight(plan, requests, started_ns)
         return plan
@@ -566,27 +578,29 @@ class Scheduler:
         requests, started_ns = self._in_flight.requests, self._in_flight.started_ns
         self._in_flight = None
         self._throughput.record(plan.num_batch_tokens, (self._clock() - started_ns) / 1e9)
-        updates = (
-            self._apply_sequence(request, sequence, result)
-            for request, sequence in zip(requests, plan.sequences, strict=True)
-        )
-        return tuple(update for update in updates if update is not None)
+        updates = []
+        for request, sequence in zip(requests, plan.sequences, strict=True):
+            update = self._apply_sequence(request, sequence, result)
+            if update is not None:
+                updates.append(update)
+        return tuple(updates)
 
     def _apply_sequence(
         self, request: Request, sequence: ScheduledSequence, result: StepResult
     ) -> RequestUpdate | None:
-        request.num_positions_computed += len(sequence.token_ids)
-        request.num_computed_before = max(request.num_computed_before, sequence.context_len)
+        start, end = sequence.start, sequence.context_len
+        request.num_positions_computed += end - start
+        request.num_computed_before = max(request.num_computed_before, end)
         if request.status is not RequestStatus.RUNNING:
             self._num_dropped_results += 1
             return None
-        request.num_computed_tokens = sequence.context_len
+        request.num_computed_tokens = end
         if self._keep_kv:
-            self._manager.commit(lease_of(request), request.chain, request.num_computed_tokens)
-            if request.keep is not None and sequence.context_len >= request.num_prompt_tokens:
+            self._manager.commit(lease_of(request), request.chain, end)
+            if request.keep is not None and end >= request.num_prompt_tokens:
                 self._keeper.keep(request)
             size = self._manager.block_size
-            if request.num_computed_tokens // size > sequence.start // size:
+            if self._policy.is_cache_aware and end // size > start // size:
                 self._waiting.queue.mark_stale(request.chain.block_hash(0))
         if sequence.sample is not None:
             return self._append(request, result.samples[request.request_id])

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvist.sched.output import StepPlan
     from kvist.sched.request import Request
     from kvist.types import BlockCopy
@@ -24,21 +26,39 @@ class Step:
     num_scheduled: dict[Request, int] = field(default_factory=dict)
     paused: set[Request] = field(default_factory=set)
     """Running requests that cannot have a block now."""
+    has_partial: bool = False
+    """Whether somebody was given less than it lacks, while there may be positions left."""
     has_failed_allocation: bool = False
     has_preempted: bool = False
+    _least_left: int | None = None
+    """What ``least_left`` returned, as long as that is true."""
+    _is_least_known: bool = False
 
     def schedule(self, request: Request, num_tokens: int) -> None:
         """Give a request so many positions more."""
         self.num_scheduled[request] = self.num_scheduled.get(request, 0) + num_tokens
         self.budget -= num_tokens
+        self._is_least_known = False
 
     def drop(self, request: Request) -> None:
         """Take a request out of the step."""
         self.budget += self.num_scheduled.pop(request, 0)
+        self._is_least_known = False
 
     def num_left(self, request: Request) -> int:
         """Return the positions that a request lacks after this step."""
         return request.num_uncomputed_tokens - self.num_scheduled.get(request, 0)
+
+    def least_left(self, awake: Sequence[Request]) -> int | None:
+        """Return the fewest positions that any request lacks after this step; None: nobody lacks any.
+
+        Complexity: O(awake requests) after a change of the step, else O(1).
+        """
+        if not self._is_least_known:
+            left = [num for request in awake if (num := self.num_left(request)) > 0]
+            self._least_left = min(left, default=None)
+            self._is_least_known = True
+        return self._least_left
 
 
 @dataclass(frozen=True, slots=True)

@@ -310,9 +310,9 @@ class _Spy:
         self._of = memory
         self._begun = begun
 
-    def begin(self, parent, tokens):
-        self._begun.append(tokens)
-        return self._of.begin(parent, tokens)
+    def begin(self, parent, blocks):
+        self._begun += blocks
+        return self._of.begin(parent, blocks)
 
     def __getattr__(self, name):
         return getattr(self._of, name)

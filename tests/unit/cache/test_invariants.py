@@ -129,7 +129,7 @@ def leave_an_open_node_unheld(state: State) -> None:
 
 
 def hold_below_an_evictable_block(state: State) -> None:
-    state.pool.hold(state.cached[2].block)
+    state.pool.hold([state.cached[2].block])
 
 
 def keep_a_stranger_as_duplicate(state: State) -> None:
@@ -169,7 +169,7 @@ def compute_what_is_computed(state: State) -> None:
 
 
 def miscount_pending(state: State) -> None:
-    state.manager._pending.add(b"nobody's")
+    state.manager._pending.add([b"nobody's"])
 
 
 def miscount_evictable_blocks(state: State) -> None:

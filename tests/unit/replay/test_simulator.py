@@ -238,13 +238,24 @@ def test_fast_forward_changes_nothing(schedule, concurrency):
     assert num_planned < num_steps
 
 
-def test_fast_forward_plans_a_few_steps_of_a_long_output():
+def test_fast_forward_plans_no_step_of_a_long_output_but_its_first():
     timeline, _ = simulate(
         [record(0.0, 64, 640, (0, 1), size=64)], block_size=64, max_batch_tokens=64
     )
     assert timeline.num_steps == 640
+    assert timeline.num_planned_steps == 1
+
+
+def test_fast_forward_plans_the_steps_that_matter_when_somebody_waits_or_grows():
+    """Without ``max_tokens`` a block may be missing when it is to start, so a plan has to ask for it."""
+    timeline, _ = simulate(
+        [record(0.0, 64, 640, (0, 1), size=64)],
+        block_size=64,
+        max_batch_tokens=64,
+        load=Load(has_max_tokens=False),
+    )
     # Of each block the step that starts and the one that fills it; beside them the first, and the last.
-    assert timeline.num_planned_steps <= 2 * 10 + 3
+    assert 20 <= timeline.num_planned_steps <= 2 * 10 + 3
 
 
 def test_the_same_trace_gives_the_same_result():
