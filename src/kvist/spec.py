@@ -185,6 +185,27 @@ CODEC_SCALE_GROUP: dict[str, int] = {"int8": 64}
 """Values of one position and head that share a scale of 16 bits, for codecs that have scales."""
 
 
+SPAN_TOKENS = 64
+"""Positions that int4 and int3 encode at once."""
+
+SPAN_CODEC_BITS: dict[str, int] = {"int4": 4, "int3": 3}
+"""Bits of a code in the codecs that encode whole spans (``kvist.codecs.rotated``)."""
+
+
+def span_record_bytes(codec: str, head_dim: int) -> int:
+    """Return the bytes of K and V of SPAN_TOKENS positions in one layer and KV head.
+
+    A span that begins a sequence has another 2 bytes for each channel: its first key in bfloat16.
+
+    Args:
+        codec: A key of SPAN_CODEC_BITS.
+        head_dim: A multiple of 8.
+    """
+    codes = 2 * SPAN_TOKENS * head_dim * SPAN_CODEC_BITS[codec] // 8
+    # A step and a zero point for each channel of K, a scale for each position of V.
+    return codes + 2 * head_dim + SPAN_TOKENS
+
+
 def native_weight_bytes(spec: ModelSpec, kind: str) -> int:
     """Return the bytes of a model's weights in the native kernels.
 

@@ -10,7 +10,7 @@ V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
@@ -40,6 +40,15 @@ class KVStore(Protocol):
         """Store k and v, (T, K, D), of one layer in the given (T,) slots."""
 
 
+class AttentionObserver(Protocol):
+    """Who looks on while a step computes."""
+
+    def see(
+        self, layer_index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Take note of one layer's (T, H, D) queries and (T, K, D) keys and values, as attention gets them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
     """Weights and constants of one layer."""
@@ -58,6 +67,14 @@ class _Layer:
     """2 * I rows: gate, up."""
     down: Linear
     post_mlp_norm: torch.Tensor | None
+
+
+class _Step(NamedTuple):
+    """What attention needs in every layer."""
+
+    batch: AttentionBatch
+    arena: KVStore
+    observer: AttentionObserver | None
 
 
 class Decoder:
@@ -102,7 +119,11 @@ class Decoder:
         return sum(weight.nbytes for weight in self.weights.values())
 
     def forward(
-        self, token_ids: torch.Tensor, batch: AttentionBatch, arena: KVStore
+        self,
+        token_ids: torch.Tensor,
+        batch: AttentionBatch,
+        arena: KVStore,
+        observer: AttentionObserver | None = None,
     ) -> torch.Tensor:
         """Compute the step's tokens and store their K and V.
 
@@ -111,6 +132,7 @@ class Decoder:
             batch: Where each of them stands and which blocks its sequence has. Positions before the step's own must
                 have been stored by earlier steps.
             arena: Blocks of K and V.
+            observer: Is shown what goes into attention, layer by layer; None: nobody looks.
 
         Returns:
             (T, hidden) after the final norm, in the decoder's dtype.
@@ -124,7 +146,7 @@ class Decoder:
         for layer in self._layers:
             rope_index = layer.spec.rope_index
             rotation = None if rope_index is None else rotations[rope_index]
-            x = self._attend(layer, x, rotation, batch, arena)
+            x = self._attend(layer, x, rotation, _Step(batch, arena, observer))
             x = self._feed_forward(layer, x)
         return dispatch.rms_norm(x, self._norm, self.spec.norm_eps)
 
@@ -148,10 +170,9 @@ class Decoder:
         layer: _Layer,
         x: torch.Tensor,
         rotation: Rotation | None,
-        batch: AttentionBatch,
-        arena: KVStore,
+        step: _Step,
     ) -> torch.Tensor:
-        spec = self.spec
+        spec, batch, arena = self.spec, step.batch, step.arena
         normed = dispatch.rms_norm(x, layer.attention_norm, spec.norm_eps)
         heads = layer.qkv(normed).view(-1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
         # Queries and keys stay together through norm and rotation: half the calls.
@@ -164,6 +185,8 @@ class Decoder:
         if rotation is not None:
             queries_keys = dispatch.rope(queries_keys, rotation.cos, rotation.sin)
         queries, keys = queries_keys.split_with_sizes((spec.num_heads, spec.num_kv_heads), 1)
+        if step.observer is not None:
+            step.observer.see(layer.index, queries, keys, values)
         arena.write(layer.index, batch.slots, keys, values)
         attended = dispatch.attention(
             queries,

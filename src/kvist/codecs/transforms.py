@@ -1,0 +1,295 @@
+"""What the rotated codecs know of a model: per layer and KV head, how K and V are turned before they are rounded.
+
+Responsible for the numbers, for turning rows there and back, for what follows from statistics (``from_statistics``) and
+for the file they are kept in. Where the statistics come from is not known here (``kvist.tune.calibration``).
+
+A row x of K or V becomes ``y = (x - mean) diag(balance) R``. R is the same orthonormal matrix everywhere: random signs,
+then a Hadamard matrix, which spreads what sticks out in one channel over all. ``balance`` makes channels alike that the
+model looks at with unlike care. V has no mean: subtracting one costs more than it gives (measured).
+
+A file of transforms is one safetensors file, read without running anything, with the metadata ``format``, ``version``,
+``fingerprint`` (of the model), ``text`` (a digest of what was read for it) and ``blake3`` (of everything else).
+
+Letters: L layers, K KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from blake3 import blake3
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from kvist.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float32]
+
+FORMAT = "kvist-kv-transforms"
+VERSION = 1
+DAMPING = 0.01
+"""Share of its mean diagonal that a metric gets added before it is inverted."""
+FLOOR = 1e-4
+"""Share of the mean importance and variance that a channel has at least; channels that are always 0 have none."""
+MAX_FILE_BYTES = 1 << 30
+"""A model of 100 layers with 8 KV heads of 256 dimensions needs 107 MB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowTransform:
+    """How rows of K, or of V, are turned and rounded, in all layers and KV heads."""
+
+    balance: Floats
+    """(L, K, D) > 0, a factor for each channel."""
+    order: NDArray[np.int16]
+    """(L, K, D) the turned channels in the order in which an encoder rounds them."""
+    feedback: Floats | None
+    """(L, K, D, D) strictly upper triangular: what the error of the i-th channel rounded takes from the j-th, both
+    counted in ``order``. None: each channel is rounded by itself. For encoders only."""
+
+    def turn(self, rows: Floats) -> Floats:
+        """Return (L, K, ..., D) rows times diag(balance) R."""
+        turned: Floats = np.matmul(rows * _along(self.balance, rows), rotation(rows.shape[-1]))
+        return turned
+
+    def turn_back(self, turned: Floats) -> Floats:
+        """Return the (L, K, ..., D) rows that ``turn`` made ``turned`` from."""
+        rows: Floats = np.matmul(turned, rotation(turned.shape[-1]).T)
+        rows /= _along(self.balance, turned)
+        return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KVTransforms:
+    """The transforms of one model."""
+
+    fingerprint: str
+    """Of the model they belong to; empty where they were not calibrated and fit all."""
+    text: str
+    """Digest of the tokens they were calibrated on; empty where they were not."""
+    mean: Floats
+    """(L, K, D) subtracted from K, which is taken after RoPE."""
+    keys: RowTransform
+    values: RowTransform
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether they come from a model's own statistics."""
+        return bool(self.fingerprint)
+
+    def turn_queries(self, queries: Floats) -> Floats:
+        """Return the (L, K, ..., D) vectors whose product with a turned key is the query's with the key minus mean."""
+        scaled = queries / _along(self.keys.balance, queries)
+        turned: Floats = np.matmul(scaled, rotation(queries.shape[-1]))
+        return turned
+
+
+@cache
+def rotation(head_dim: int) -> Floats:
+    """Return R, (D, D) float32 orthonormal: ``diag(signs) (C kron H)``.
+
+    H is the Hadamard matrix of the largest power of two that divides D (Sylvester's order), C the cosine transform
+    (DCT-II) of what is left, both scaled to length 1. The sign of channel c is minus where ``scrambled(c + 1)`` is odd.
+    Read-only, the same object for every call.
+    """
+    matrix = np.ones((1, 1))
+    odd = head_dim
+    while odd % 2 == 0:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+        odd //= 2
+    steps = np.arange(odd)
+    cosines = np.sqrt(2.0) * np.cos(np.pi * (steps + 0.5) * steps[:, None] / odd)
+    cosines[0] = 1.0
+    signs = np.array([1.0 - 2.0 * (scrambled(c + 1) & 1) for c in range(head_dim)])
+    rotated = signs[:, None] * np.kron(cosines.T, matrix) / np.sqrt(head_dim)
+    result: Floats = rotated.astype(np.float32)
+    result.flags.writeable = False
+    return result
+
+
+def scrambled(x: int) -> int:
+    """Return a number of 32 bits that looks unlike x: x ^= x >> 16, x *= 0x7FEB352D, and so on with 15 and 16.
+
+    Signs with a pattern would be much like a row of the Hadamard matrix, and gather equal channels in one.
+    Source: C. Wellons' hash prospector, lowbias32.
+    """
+    x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF
+    x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF
+    return x ^ x >> 16
+
+
+def uncalibrated(num_layers: int, num_kv_heads: int, head_dim: int) -> KVTransforms:
+    """Return transforms that fit any model of these sizes: the rotation alone."""
+    shape = (num_layers, num_kv_heads, head_dim)
+    order = np.broadcast_to(np.arange(head_dim, dtype=np.int16), shape)
+    plain = RowTransform(balance=np.ones(shape, np.float32), order=order, feedback=None)
+    return KVTransforms(
+        fingerprint="", text="", mean=np.zeros(shape, np.float32), keys=plain, values=plain
+    )
+
+
+def from_statistics(importance: NDArray[Any], covariance: NDArray[Any]) -> RowTransform:
+    """Return the transform for rows whose errors cost ``e importance e^T``.
+
+    A channel's factor is the fourth root of its importance over its variance: rounding then costs every channel alike.
+    The feedback is that of Frantar et al. 2022, GPTQ, applied to a row instead of a weight.
+
+    Args:
+        importance: (L, K, D, D) symmetric, positive semidefinite: for K the mean of ``q^T q``, for V the sum of
+            ``W^T W`` over the output projections of the head's group.
+        covariance: (L, K, D, D) of the rows.
+    """
+    head_dim = importance.shape[-1]
+    balance = _balance(_diagonal(importance), _diagonal(covariance))
+    turn = balance[..., :, None] * rotation(head_dim).astype(np.float64)
+    inverse = np.linalg.inv(turn)
+    metric = inverse @ importance @ np.swapaxes(inverse, -1, -2)
+    spread = np.swapaxes(turn, -1, -2) @ covariance @ turn
+    order = np.argsort(-_diagonal(metric) * _diagonal(spread), axis=-1, kind="stable")
+    in_order = np.take_along_axis(metric, order[..., :, None], axis=-2)
+    in_order = np.take_along_axis(in_order, order[..., None, :], axis=-1)
+    return RowTransform(
+        balance=balance.astype(np.float32),
+        order=order.astype(np.int16),
+        # Rounded as the file does it, so that what is measured now is what is loaded later.
+        feedback=error_feedback(in_order).astype(np.float16).astype(np.float32),
+    )
+
+
+def error_feedback(metric: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return what rounding one component of a row takes from those after it, so that ``e metric e^T`` is small.
+
+    Args:
+        metric: (..., D, D) symmetric, positive semidefinite; DAMPING of its mean diagonal is added.
+
+    Returns:
+        (..., D, D) strictly upper triangular: an error of e at component i moves component j by ``-e * result[i, j]``.
+    """
+    identity = np.eye(metric.shape[-1])
+    mean = _diagonal(metric).mean(axis=-1)[..., None, None]
+    damped = metric + (DAMPING * mean + np.finfo(np.float32).tiny) * identity
+    inverse = np.linalg.inv(damped)
+    upper = np.swapaxes(np.linalg.cholesky((inverse + np.swapaxes(inverse, -1, -2)) / 2), -1, -2)
+    feedback: NDArray[np.float64] = upper / _diagonal(upper)[..., :, None] - identity
+    return feedback
+
+
+def save_transforms(path: Path, transforms: KVTransforms) -> None:
+    """Write calibrated transforms to a file, replacing what is there in one step.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    assert transforms.is_calibrated
+    tensors: dict[str, NDArray[Any]] = {"mean": transforms.mean}
+    for name, rows in (("keys", transforms.keys), ("values", transforms.values)):
+        assert rows.feedback is not None
+        upper = np.triu_indices(rows.feedback.shape[-1], 1)
+        tensors[f"{name}.balance"] = rows.balance
+        tensors[f"{name}.order"] = rows.order
+        tensors[f"{name}.feedback"] = rows.feedback[..., *upper].astype(np.float16)
+    # The library writes the memory of an array, whatever its strides say.
+    tensors = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    metadata = {
+        "format": FORMAT,
+        "version": str(VERSION),
+        "fingerprint": transforms.fingerprint,
+        "text": transforms.text,
+    }
+    metadata["blake3"] = _checksum(metadata, tensors)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        temporary.write_bytes(save(tensors, metadata))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_transforms(path: Path, fingerprint: str) -> KVTransforms:
+    """Return the transforms of a file.
+
+    Args:
+        path: Written by ``save_transforms``.
+        fingerprint: Of the model they are wanted for.
+
+    Raises:
+        ConfigError: The file is missing or unreadable, is damaged or no file of transforms, or belongs to another
+            model; the message says which, and what to do.
+    """
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"[transforms] {path} is larger than {MAX_FILE_BYTES:,} bytes")
+        with safe_open(path, framework="numpy") as file:
+            metadata = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+    except (OSError, SafetensorError, ValueError, TypeError) as error:
+        raise _unusable(path, f"cannot be read ({error})") from error
+    if metadata.get("format") != FORMAT:
+        raise _unusable(path, "is no file of transforms")
+    if metadata.get("version") != str(VERSION):
+        raise _unusable(path, f"has version {metadata.get('version')!r}, expected {VERSION}")
+    checksum = metadata.pop("blake3", None)
+    if checksum != _checksum(metadata, tensors):
+        raise _unusable(path, "is damaged: its checksum differs")
+    if metadata["fingerprint"] != fingerprint:
+        raise _unusable(path, "was made for another model")
+    try:
+        return KVTransforms(
+            fingerprint=fingerprint,
+            text=metadata["text"],
+            mean=tensors["mean"],
+            keys=_rows(tensors, "keys"),
+            values=_rows(tensors, "values"),
+        )
+    except (KeyError, ValueError) as error:
+        raise _unusable(path, f"lacks {error}") from error
+
+
+def _rows(tensors: dict[str, NDArray[Any]], name: str) -> RowTransform:
+    balance, packed = tensors[f"{name}.balance"], tensors[f"{name}.feedback"]
+    head_dim = balance.shape[-1]
+    feedback = np.zeros((*balance.shape, head_dim), np.float32)
+    feedback[..., *np.triu_indices(head_dim, 1)] = packed
+    return RowTransform(balance=balance, order=tensors[f"{name}.order"], feedback=feedback)
+
+
+def _unusable(path: Path, why: str) -> ConfigError:
+    return ConfigError(f"[transforms] {path} {why}; make it anew with kvist tune --calibrate")
+
+
+def _checksum(metadata: dict[str, str], tensors: dict[str, NDArray[Any]]) -> str:
+    digest = blake3(repr(sorted(metadata.items())).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
+        digest.update(tensor.tobytes())
+    return str(digest.hexdigest())
+
+
+def _balance(importance: NDArray[np.float64], variance: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return (..., D) factors, scaled so that a turned channel has the variance 1 on average."""
+    tiny = np.finfo(np.float32).tiny
+    cost = importance + FLOOR * importance.mean(axis=-1, keepdims=True) + tiny
+    spread = variance + FLOOR * variance.mean(axis=-1, keepdims=True) + tiny
+    balance = (cost / spread) ** 0.25
+    scale = np.sqrt((balance**2 * spread).mean(axis=-1, keepdims=True))
+    result: NDArray[np.float64] = balance / scale
+    return result
+
+
+def _diagonal(matrices: NDArray[Any]) -> NDArray[Any]:
+    return np.diagonal(matrices, axis1=-2, axis2=-1)
+
+
+def _along(channels: Floats, rows: Floats) -> Floats:
+    """Return (L, K, D) channels as (L, K, 1, ..., D), to go with ``rows``."""
+    return channels.reshape(*channels.shape[:2], *(1,) * (rows.ndim - 3), channels.shape[-1])

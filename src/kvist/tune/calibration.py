@@ -1,0 +1,160 @@
+"""From a model and a few thousand tokens of text to the transforms of the rotated codecs.
+
+Responsible for the statistics: what the queries look at, how keys and values vary, what the output projection makes of
+values. What follows from them is arithmetic (``kvist.codecs.transforms``). Knows neither the cache nor requests.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from blake3 import blake3
+
+from kvist.codecs.rotated import SPAN
+from kvist.codecs.transforms import KVTransforms, from_statistics
+from kvist.errors import ConfigError
+from kvist.kernels.batch import AttentionBatch
+from kvist.spec import KVSpec
+from kvist.storage.arena import BlockArena
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvist.model.decoder import Decoder
+    from kvist.spec import ModelSpec
+
+TOKENS = 4096
+"""Tokens that are read by default: with twice as many, or half, the divergence changes in the second digit only."""
+MIN_TOKENS = 512
+WINDOW = 1024
+"""Tokens that are computed as one text. Keys depend on their positions, but what is learnt from them does not."""
+
+
+def calibrate(
+    decoder: Decoder,
+    token_ids: Sequence[int],
+    fingerprint: str,
+    on_computed: Callable[[int, int], None] | None = None,
+) -> KVTransforms:
+    """Return the transforms of a model.
+
+    Args:
+        decoder: The model, in float32 or bfloat16.
+        token_ids: Ordinary text, MIN_TOKENS at least; all of it is read, whole spans of it.
+        fingerprint: Of the model (``kvist.model.fingerprint``), not empty.
+        on_computed: Is told how many tokens of how many are done.
+
+    Raises:
+        ConfigError: There is too little text, or the model computes numbers that are not finite from it.
+    """
+    if len(token_ids) < MIN_TOKENS:
+        raise ConfigError(
+            f"[calibration] expected at least {MIN_TOKENS} tokens of text, received {len(token_ids)}; "
+            "give a longer file as --calibration-text"
+        )
+    spec = decoder.spec
+    statistics = _Statistics(spec)
+    num_tokens = len(token_ids) // SPAN * SPAN
+    kv_spec = KVSpec(
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        block_size=SPAN,
+        codec="float32",
+    )
+    window = min(WINDOW, max(SPAN, spec.max_context_len // SPAN * SPAN))
+    for start in range(0, num_tokens, window):
+        tokens = token_ids[start : min(start + window, num_tokens)]
+        arena = BlockArena(kv_spec, kv_spec.num_blocks_for(len(tokens)))
+        batch = AttentionBatch.from_sequences(
+            starts=[0],
+            num_tokens=[len(tokens)],
+            block_tables=[range(arena.num_blocks)],
+            block_size=SPAN,
+        )
+        with torch.inference_mode():
+            decoder.forward(torch.tensor(tokens), batch, arena, statistics)
+        if on_computed is not None:
+            on_computed(start + len(tokens), num_tokens)
+    text = np.asarray(token_ids[:num_tokens], dtype=np.int64).tobytes()
+    return statistics.transforms(
+        _value_importance(decoder), fingerprint, str(blake3(text).hexdigest())
+    )
+
+
+class _Statistics:
+    """Sums over the texts of a calibration; an ``AttentionObserver``. Each text is one call for each layer."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
+        self._group = spec.num_heads // spec.num_kv_heads
+        self._num_layers = spec.num_layers
+        self._num_queries = self._num_keys = self._num_values = 0
+        self._queries, self._key_spread, self._value_square = (
+            np.zeros((*shape, spec.head_dim)) for _ in range(3)
+        )
+        self._key_sum = np.zeros(shape)
+
+    def see(
+        self, layer_index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Add one text's rows of one layer: (T, H, D), (T, K, D), (T, K, D), T whole spans from the first position."""
+        num_tokens, num_kv_heads, head_dim = keys.shape
+        # (K, rows, D): the queries of a group's heads are rows of their KV head.
+        q = queries.reshape(num_tokens, num_kv_heads, self._group, head_dim).float()
+        q = q.permute(1, 0, 2, 3).flatten(1, 2)
+        k, v = keys.float().transpose(0, 1), values.float().transpose(0, 1)
+        # The first position's key is not coded, and would be all that the sums are about.
+        spans = [k[:, max(1, at) : at + SPAN] for at in range(0, num_tokens, SPAN)]
+        self._queries[layer_index] += _square(q)
+        self._value_square[layer_index] += _square(v)
+        for span in spans:
+            self._key_sum[layer_index] += span.double().sum(1).numpy()
+            self._key_spread[layer_index] += _square(span - span.mean(1, keepdim=True))
+        if layer_index == 0:
+            self._num_queries += num_tokens * self._group
+            self._num_keys += num_tokens - 1
+            self._num_values += num_tokens
+
+    def transforms(self, value_importance: np.ndarray, fingerprint: str, text: str) -> KVTransforms:
+        """Return what follows from all texts.
+
+        Raises:
+            ConfigError: A sum is not finite.
+        """
+        mean = self._key_sum / self._num_keys
+        sums = (self._queries, self._key_spread, self._value_square, value_importance)
+        if not all(np.isfinite(x).all() for x in sums):
+            raise ConfigError(
+                "[calibration] the model computed numbers that are not finite from this text; check the model, "
+                "or give another file as --calibration-text"
+            )
+        return KVTransforms(
+            fingerprint=fingerprint,
+            text=text,
+            mean=mean.astype(np.float32),
+            keys=from_statistics(
+                self._queries / self._num_queries, self._key_spread / self._num_keys
+            ),
+            values=from_statistics(value_importance, self._value_square / self._num_values),
+        )
+
+
+def _square(rows: torch.Tensor) -> np.ndarray:
+    """Return x^T x of (K, rows, D), float64, the products in float32."""
+    product: np.ndarray = torch.bmm(rows.transpose(1, 2), rows).double().numpy()
+    return product
+
+
+def _value_importance(decoder: Decoder) -> np.ndarray:
+    """Return (L, K, D, D): the sum of W^T W over the columns W of the output projection of each head of a group."""
+    spec = decoder.spec
+    shape = (-1, spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim)
+    layers = []
+    for index in range(spec.num_layers):
+        weight = decoder.weights[f"layers.{index}.output.weight"].float().view(shape)
+        # (hidden, K, heads, D) -> (K, hidden * heads, D)
+        layers.append(_square(weight.permute(1, 0, 2, 3).flatten(1, 2)))
+    return np.stack(layers)
