@@ -56,6 +56,15 @@ def packed_folder() -> Path:
     return _cache_folder() / "kvist" / "packed"
 
 
+def tune_folder() -> Path:
+    """Return the absolute path of the folder for calibrations and measurements of models; it need not exist yet.
+
+    Raises:
+        ConfigError: As ``models_folder``.
+    """
+    return _cache_folder() / "kvist" / "tune"
+
+
 def bench_folder() -> Path:
     """Return the absolute path of the folder for what benchmarks make once; it need not exist yet.
 

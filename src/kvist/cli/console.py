@@ -20,12 +20,21 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from kvist.errors import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
+
+    from rich.progress import TaskID
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -59,6 +68,29 @@ def working(what: str) -> Iterator[None]:
         return
     with console.status(Text(what)):
         yield
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """Show on a terminal how far something is; yields what to call with its name, what is done and the total."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    console = note_console()
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def show(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = bar.add_task(name, total=total)
+            bar.update(tasks[name], completed=done, total=total)
+
+        yield show
 
 
 def print_json(document: Mapping[str, object]) -> None:

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 import kvist
-from kvist.cli import bench, cache, chat, demo, generate, plan, pull, replay, serve
+from kvist.cli import bench, cache, chat, demo, generate, plan, pull, replay, serve, tune
 from kvist.cli.console import reported_errors, set_up_logging
 from kvist.kernels import native
 
@@ -33,6 +33,7 @@ app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(demo.demo)
 app.command()(plan.plan)
+app.command()(tune.tune)
 app.command()(replay.replay)
 app.add_typer(bench.app)
 app.add_typer(cache.app)

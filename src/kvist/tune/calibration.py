@@ -34,7 +34,7 @@ WINDOW = 1024
 
 def calibrate(
     decoder: Decoder,
-    token_ids: Sequence[int],
+    text: tuple[Sequence[int], Sequence[int]],
     fingerprint: str,
     on_computed: Callable[[int, int], None] | None = None,
 ) -> KVTransforms:
@@ -42,13 +42,15 @@ def calibrate(
 
     Args:
         decoder: The model, in float32 or bfloat16.
-        token_ids: Ordinary text, MIN_TOKENS at least; all of it is read, whole spans of it.
+        text: What every sequence of the model begins with (a token for it, often, or nothing), and ordinary text of
+            MIN_TOKENS at least.
         fingerprint: Of the model (``kvist.model.fingerprint``), not empty.
         on_computed: Is told how many tokens of how many are done.
 
     Raises:
         ConfigError: There is too little text, or the model computes numbers that are not finite from it.
     """
+    prefix, token_ids = text
     if len(token_ids) < MIN_TOKENS:
         raise ConfigError(
             f"[calibration] expected at least {MIN_TOKENS} tokens of text, received {len(token_ids)}; "
@@ -56,7 +58,6 @@ def calibrate(
         )
     spec = decoder.spec
     statistics = _Statistics(spec)
-    num_tokens = len(token_ids) // SPAN * SPAN
     kv_spec = KVSpec(
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
@@ -64,9 +65,13 @@ def calibrate(
         block_size=SPAN,
         codec="float32",
     )
-    window = min(WINDOW, max(SPAN, spec.max_context_len // SPAN * SPAN))
-    for start in range(0, num_tokens, window):
-        tokens = token_ids[start : min(start + window, num_tokens)]
+    window = max(SPAN, min(WINDOW, spec.max_context_len) // SPAN * SPAN)
+    taken = window - len(prefix)
+    # A last piece that fills no span is left out.
+    starts = range(0, len(token_ids) - SPAN + 1, taken)
+    for start in starts:
+        tokens = [*prefix, *token_ids[start : start + taken]]
+        tokens = tokens[: len(tokens) // SPAN * SPAN]
         arena = BlockArena(kv_spec, kv_spec.num_blocks_for(len(tokens)))
         batch = AttentionBatch.from_sequences(
             starts=[0],
@@ -77,11 +82,14 @@ def calibrate(
         with torch.inference_mode():
             decoder.forward(torch.tensor(tokens), batch, arena, statistics)
         if on_computed is not None:
-            on_computed(start + len(tokens), num_tokens)
-    text = np.asarray(token_ids[:num_tokens], dtype=np.int64).tobytes()
-    return statistics.transforms(
-        _value_importance(decoder), fingerprint, str(blake3(text).hexdigest())
-    )
+            on_computed(min(start + taken, len(token_ids)), len(token_ids))
+    return statistics.transforms(_value_importance(decoder), fingerprint, text_digest(*text))
+
+
+def text_digest(prefix: Sequence[int], token_ids: Sequence[int]) -> str:
+    """Return the digest that the transforms of a calibration carry."""
+    numbers = [len(prefix), *prefix, *token_ids]
+    return str(blake3(np.asarray(numbers, dtype=np.int64).tobytes()).hexdigest())
 
 
 class _Statistics:

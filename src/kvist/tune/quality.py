@@ -1,29 +1,25 @@
 """What a KV codec costs in quality: perplexity, KL divergence and top-1 agreement against the cache it replaces.
 
-Responsible for scoring windows of a text and for adding scores up. A window is computed twice or more from the same
-weights by the same kernels, with K and V of older blocks in each codec; the difference is the codec's alone. Knows
-neither files nor the command line.
+Responsible for scoring windows of a text and for adding scores up. A window is computed several times with the same
+weights by the same kernels, side by side, and only K and V differ. Knows neither files nor the command line.
 
-Two ways to compute:
-
-    native     the kernels that serve requests; K and V are in the codec from the moment they are written. The reference
-               is raw16.
-    emulated   float32 in torch. A block is encoded and decoded by the codec's reference when it is complete, and a
-               query's own block is not. The reference is float32.
-
-Codecs that have native kernels are measured with them.
+A codec that the kernels read is measured as it runs: K and V are in it from the moment they are written, those of the
+query's own block as well. Any other codec is emulated: as soon as a block is complete, its K and V are replaced by what
+the codec's readable version makes of them, in all layers; the query's own block is as the reference has it.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from kvist.codecs import registry
 from kvist.codecs.rotated import INT3, INT4, SPAN, RotatedCodec, Rows
+from kvist.errors import ConfigError
 from kvist.kernels.batch import AttentionBatch
 from kvist.model.native_decoder import StepSequence
 from kvist.spec import KVSpec
@@ -32,21 +28,23 @@ from kvist.storage.arena import BlockArena
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from kvist.codecs.base import KVCodec
     from kvist.codecs.transforms import KVTransforms
     from kvist.model.decoder import Decoder
     from kvist.model.native_decoder import NativeDecoder
     from kvist.spec import ModelSpec
 
-NATIVE_CODECS = ("int8",)
-"""Lossy codecs that the native kernels read."""
 ROTATED_CODECS: dict[str, RotatedCodec] = {codec.name: codec for codec in (INT4, INT3)}
 CODECS = ("raw16", "int8", *ROTATED_CODECS)
 """What can be measured."""
-_CHUNK = 256
-"""Tokens of a step of the native kernels."""
 
-Emulation = "Callable[[Rows, bool], Rows | None]"
-"""From K and V of a span, and whether it begins a sequence, to what comes back from the codec; None: it stays raw."""
+
+class Emulation(Protocol):
+    """What a codec makes of a span."""
+
+    def __call__(self, rows: Rows, *, begins_sequence: bool) -> Rows | None:
+        """Return what comes back from the codec; None: the span stays as it is."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,30 +101,94 @@ class Score:
         }
 
 
-class Scorer(Protocol):
-    """A way to compute windows."""
+class Computer(Protocol):
+    """A model that computes, and where it keeps K and V."""
 
     @property
-    def kernels(self) -> str:
-        """``native`` or ``emulated``."""
+    def spec(self) -> ModelSpec:
+        """What the model is."""
         ...
 
     @property
     def reference(self) -> str:
-        """The codec that the others are compared with."""
+        """The codec that others are compared with."""
         ...
 
-    def score(
-        self, tokens: Sequence[int], codecs: Sequence[str], on_computed: Callable[[int], None]
-    ) -> dict[str, Score]:
-        """Return the score of a text in each codec.
+    @property
+    def readable(self) -> tuple[str, ...]:
+        """Lossy codecs that it reads by itself."""
+        ...
+
+    def logits(
+        self, start: int, chunk: tuple[int, ...], tables: Sequence[range], arena: BlockArena
+    ) -> torch.Tensor:
+        """Compute the same tokens in several sequences and return (sequences, tokens, V) scores.
 
         Args:
-            tokens: The text, a multiple of SPAN.
-            codecs: Names.
-            on_computed: Is told, now and then, how many more tokens have been computed in all codecs.
+            start: Position of the first of them.
+            chunk: The tokens.
+            tables: Blocks of each sequence.
+            arena: Where they are; what is before ``start`` is in them.
         """
         ...
+
+
+class TorchComputer:
+    """Float32 in torch; reads no lossy codec by itself that is not emulated as well.
+
+    Args:
+        decoder: The model, in float32.
+    """
+
+    reference = "float32"
+    readable: tuple[str, ...] = ()
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.spec = decoder.spec
+        self._decoder = decoder
+
+    def logits(
+        self, start: int, chunk: tuple[int, ...], tables: Sequence[range], arena: BlockArena
+    ) -> torch.Tensor:
+        """Return the scores of some tokens; see ``Computer``."""
+        batch = AttentionBatch.from_sequences(
+            starts=[start] * len(tables),
+            num_tokens=[len(chunk)] * len(tables),
+            block_tables=tables,
+            block_size=SPAN,
+        )
+        with torch.inference_mode():
+            hidden = self._decoder.forward(torch.tensor(chunk * len(tables)), batch, arena)
+            return self._decoder.logits(hidden).view(len(tables), len(chunk), -1)
+
+
+class NativeComputer:
+    """The kernels that serve requests.
+
+    Args:
+        decoder: The model.
+    """
+
+    reference = "raw16"
+    readable: tuple[str, ...] = ("int8",)
+
+    def __init__(self, decoder: NativeDecoder) -> None:
+        self.spec = decoder.spec
+        self._decoder = decoder
+
+    def logits(
+        self, start: int, chunk: tuple[int, ...], tables: Sequence[range], arena: BlockArena
+    ) -> torch.Tensor:
+        """Return the scores of some tokens; see ``Computer``. They are overwritten by the next call."""
+        sequences = [StepSequence(start, chunk, tuple(table), len(chunk)) for table in tables]
+        step = self._decoder.step(sequences, arena)
+        if step.damaged_rows:
+            raise ConfigError(
+                f"[tune] the model computed K or V that is not finite at position {start + step.damaged_rows[0]}; "
+                "check the model"
+            )
+        rows = len(tables) * len(chunk)
+        return torch.from_numpy(step.logits[:rows]).view(len(tables), len(chunk), -1)
 
 
 def bits_per_value(codec: str, head_dim: int, window: int) -> float:
@@ -137,90 +199,46 @@ def bits_per_value(codec: str, head_dim: int, window: int) -> float:
     return ROTATED_CODECS[codec].bits_per_value(head_dim) + 16 / (2 * window)
 
 
-class EmulatedScorer:
-    """Computes in torch and encodes complete blocks with the codecs' references.
+def score_window(
+    computer: Computer,
+    transforms: KVTransforms,
+    tokens: Sequence[int],
+    codecs: Sequence[str],
+    on_computed: Callable[[int], None],
+) -> dict[str, Score]:
+    """Return the score of a text in each codec.
 
     Args:
-        decoder: The model, in float32.
-        transforms: Of the model.
+        computer: The model.
+        transforms: Of the model, for the codecs that need them.
+        tokens: The text; a multiple of SPAN.
+        codecs: Names.
+        on_computed: Is told, now and then, how many more tokens are done in all codecs.
     """
-
-    kernels = "emulated"
-    reference = "float32"
-
-    def __init__(self, decoder: Decoder, transforms: KVTransforms) -> None:
-        self._decoder = decoder
-        self._transforms = transforms
-
-    def score(
-        self, tokens: Sequence[int], codecs: Sequence[str], on_computed: Callable[[int], None]
-    ) -> dict[str, Score]:
-        """Return the score of a text in each codec; see ``Scorer``."""
-        spec = self._decoder.spec
-        emulations = {name: emulation(name, self._transforms) for name in codecs}
-        num_blocks, num_sequences = len(tokens) // SPAN, 1 + len(codecs)
-        arena = _arena(spec, "float32", num_blocks * num_sequences * SPAN)
-        scores = dict.fromkeys(codecs, Score())
-        # All codecs side by side, as sequences of one batch. The first one stays as it is.
-        tables = [range(i * num_blocks, (i + 1) * num_blocks) for i in range(num_sequences)]
-        for index in range(num_blocks):
-            start = index * SPAN
-            chunk = list(tokens[start : start + SPAN])
-            batch = AttentionBatch.from_sequences(
-                starts=[start] * num_sequences,
-                num_tokens=[SPAN] * num_sequences,
-                block_tables=tables,
-                block_size=SPAN,
-            )
-            targets = torch.tensor(tokens[start + 1 : start + 1 + SPAN])
-            with torch.inference_mode():
-                hidden = self._decoder.forward(torch.tensor(chunk * num_sequences), batch, arena)
-                rows = hidden.view(num_sequences, SPAN, -1)[:, : len(targets)]
-                reference = self._decoder.logits(rows[0]).log_softmax(-1)
-                for i, name in enumerate(codecs, start=1):
-                    logits = self._decoder.logits(rows[i])
-                    scores[name] += compare(reference, logits.log_softmax(-1), targets)
-                    was_kept = _replace(arena, tables[i][index], emulations[name], index == 0)
-                    scores[name] += Score(raw_spans=int(not was_kept))
-            on_computed(SPAN)
-        return scores
-
-
-class NativeScorer:
-    """Computes with the kernels that serve requests.
-
-    Args:
-        decoder: The model.
-    """
-
-    kernels = "native"
-    reference = "raw16"
-
-    def __init__(self, decoder: NativeDecoder) -> None:
-        self._decoder = decoder
-
-    def score(
-        self, tokens: Sequence[int], codecs: Sequence[str], on_computed: Callable[[int], None]
-    ) -> dict[str, Score]:
-        """Return the score of a text in each codec; see ``Scorer``."""
-        spec = self._decoder.spec
-        arenas = {name: _arena(spec, name, len(tokens)) for name in (self.reference, *codecs)}
-        scores = dict.fromkeys(codecs, Score())
-        for start in range(0, len(tokens), _CHUNK):
-            chunk = tuple(tokens[start : start + _CHUNK])
-            targets = torch.tensor(tokens[start + 1 : start + 1 + len(chunk)])
-            reference = None
-            for name, arena in arenas.items():
-                table = tuple(range(arena.num_blocks))
-                step = self._decoder.step([StepSequence(start, chunk, table, len(chunk))], arena)
-                logits = torch.from_numpy(step.logits[: len(targets)]).log_softmax(-1)
-                if reference is None:
-                    reference = logits
-                else:
-                    scores[name] += compare(reference, logits, targets)
-                    scores[name] += Score(raw_spans=len(step.damaged_rows))
-            on_computed(len(chunk))
-        return scores
+    spec = computer.spec
+    emulated = [name for name in codecs if name not in computer.readable]
+    through = {name: emulation(name, transforms) for name in emulated}
+    num_blocks = len(tokens) // SPAN
+    shared = _arena(spec, computer.reference, (1 + len(emulated)) * len(tokens))
+    own = {name: _arena(spec, name, len(tokens)) for name in codecs if name in computer.readable}
+    scores = dict.fromkeys(codecs, Score())
+    # Side by side, as sequences of one batch. The first one stays as it is.
+    tables = [range(i * num_blocks, (i + 1) * num_blocks) for i in range(1 + len(emulated))]
+    for index in range(num_blocks):
+        start = index * SPAN
+        chunk = tuple(tokens[start : start + SPAN])
+        targets = torch.tensor(tokens[start + 1 : start + 1 + SPAN])
+        logits = computer.logits(start, chunk, tables, shared)
+        reference = logits[0, : len(targets)].log_softmax(-1)
+        for name, table, row in zip(emulated, tables[1:], logits[1:], strict=True):
+            scores[name] += compare(reference, row[: len(targets)].log_softmax(-1), targets)
+            if not _replace(shared, table[index], through[name], begins_sequence=index == 0):
+                scores[name] += Score(raw_spans=1)
+        for name, arena in own.items():
+            row = computer.logits(start, chunk, tables[:1], arena)[0]
+            scores[name] += compare(reference, row[: len(targets)].log_softmax(-1), targets)
+        on_computed(SPAN)
+    return scores
 
 
 def compare(reference: torch.Tensor, logprobs: torch.Tensor, targets: torch.Tensor) -> Score:
@@ -239,45 +257,43 @@ def compare(reference: torch.Tensor, logprobs: torch.Tensor, targets: torch.Tens
     )
 
 
-def emulation(codec: str, transforms: KVTransforms) -> Callable[[Rows, bool], Rows | None]:
+def emulation(codec: str, transforms: KVTransforms) -> Emulation:
     """Return what a codec makes of a span.
 
     Raises:
         ConfigError: There is no such codec.
     """
     if codec in ROTATED_CODECS:
-        rotated = ROTATED_CODECS[codec]
+        return partial(_through_span, ROTATED_CODECS[codec], transforms)
+    return partial(_through_rows, registry.get(codec))
 
-        def through_span(rows: Rows, begins_sequence: bool) -> Rows | None:  # noqa: FBT001
-            span = rotated.encode(rows, transforms, begins_sequence=begins_sequence)
-            return None if span is None else rotated.decode(span, transforms)
 
-        return through_span
-    by_row = registry.get(codec)
+def _through_span(
+    codec: RotatedCodec, transforms: KVTransforms, rows: Rows, *, begins_sequence: bool
+) -> Rows | None:
+    span = codec.encode(rows, transforms, begins_sequence=begins_sequence)
+    return None if span is None else codec.decode(span, transforms)
 
-    def through_rows(rows: Rows, begins_sequence: bool) -> Rows | None:  # noqa: ARG001, FBT001
-        keys, values = (by_row.decode(by_row.encode(torch.from_numpy(x))) for x in rows)
-        return Rows(keys.numpy(), values.numpy())
 
-    return through_rows
+def _through_rows(codec: KVCodec, rows: Rows, *, begins_sequence: bool) -> Rows | None:  # noqa: ARG001
+    keys, values = (codec.decode(codec.encode(torch.from_numpy(x))).numpy() for x in rows)
+    return Rows(keys, values)
 
 
 def _replace(
-    arena: BlockArena,
-    block_id: int,
-    through: Callable[[Rows, bool], Rows | None],
-    begins_sequence: bool,  # noqa: FBT001
+    arena: BlockArena, block_id: int, through: Emulation, *, begins_sequence: bool
 ) -> bool:
     """Put what a codec gives back in the place of a block; False when it takes no such block."""
-    layers = range(arena.kv_spec.num_layers)
-    stored = torch.stack([arena.layer(index)[block_id] for index in layers])
-    rows = through(Rows(stored[:, 0].numpy(), stored[:, 1].numpy()), begins_sequence)
+    layers = [arena.layer(index)[block_id] for index in range(arena.kv_spec.num_layers)]
+    stored = torch.stack(layers).float()
+    rows = through(
+        Rows(stored[:, 0].numpy(), stored[:, 1].numpy()), begins_sequence=begins_sequence
+    )
     if rows is None:
         return False
-    keys, values = (torch.from_numpy(x) for x in rows)
-    for index in layers:
-        arena.layer(index)[block_id, 0].copy_(keys[index])
-        arena.layer(index)[block_id, 1].copy_(values[index])
+    for index, layer in enumerate(layers):
+        layer[0].copy_(torch.from_numpy(rows.keys[index]))
+        layer[1].copy_(torch.from_numpy(rows.values[index]))
     return True
 
 

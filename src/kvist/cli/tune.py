@@ -1,0 +1,133 @@
+"""``kvist tune``: what each codec of the KV cache costs in quality, on the user's own text."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from kvist.cli.console import (
+    EXIT_USAGE,
+    fail,
+    note,
+    print_json,
+    progress_bar,
+    result_console,
+)
+from kvist.cli.demo import SHIPPED_DOCUMENT
+from kvist.cli.models import ensure_available
+from kvist.cli.options import Only, takes_options
+from kvist.config import EngineConfig
+from kvist.model import catalog
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@takes_options
+def tune(  # noqa: PLR0913  # one per option
+    *,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            help="UTF-8 file that is scored; default: a short one that Kvist brings",
+            show_default=False,
+        ),
+    ] = None,
+    codecs: Annotated[
+        str, typer.Option(help="codecs to measure, separated by commas: raw16, int8, int4, int3")
+    ] = "int8,int4,int3",
+    windows: Annotated[int, typer.Option(help="pieces of the text that are scored")] = 1,
+    window_tokens: Annotated[
+        int,
+        typer.Option(help="tokens of a piece, each computed from its beginning; a multiple of 64"),
+    ] = 2048,
+    calibration_text: Annotated[
+        Path | None,
+        typer.Option(
+            help="UTF-8 file from whose first 4,096 tokens int4 and int3 learn what matters to the model; "
+            "default: a text that Kvist brings",
+            show_default=False,
+        ),
+    ] = None,
+    calibration: Annotated[
+        bool, typer.Option(help="measure int4 and int3 calibrated, or as they are without it")
+    ] = True,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="measure again what has been measured before")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print the figures as one line of JSON")
+    ] = False,
+    config: Annotated[EngineConfig, Only("model", "weights", "dtype", "threads")],
+) -> None:
+    """Measure what int8, int4 and int3 K and V cost: perplexity, divergence from 16 bits, agreement of tokens.
+
+    Figures of codecs that the kernels do not read yet come from an emulation, and the table says so. A measurement
+    that was interrupted goes on where it was; the calibration of a model is kept.
+    """
+    if calibration_text is not None and not calibration:
+        fail(
+            "[tune] --calibration-text and --no-calibration exclude each other",
+            exit_code=EXIT_USAGE,
+        )
+    shipped = resources.files("kvist.cli").joinpath(SHIPPED_DOCUMENT).read_text(encoding="utf-8")
+    scored = shipped if text is None else _read(text, "--text")
+    learnt = shipped if calibration_text is None else _read(calibration_text, "--calibration-text")
+    ensure_available(config.model.model)
+    from kvist.tune.run import Measurement, measure  # noqa: PLC0415  # torch is slow to import
+
+    measurement = Measurement(
+        model=config.model,
+        path=catalog.resolve(config.model.model).path,
+        text=scored,
+        codecs=tuple(name.strip() for name in codecs.split(",")),
+        windows=windows,
+        window_tokens=window_tokens,
+        calibration_text=learnt if calibration else None,
+        is_fresh=fresh,
+    )
+    with progress_bar() as on_progress:
+        document = measure(measurement, on_progress)
+    document = {"text": "shipped" if text is None else text.name, **document}
+    if as_json:
+        print_json(document)
+    else:
+        _show(document)
+
+
+def _read(path: Path, option: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        fail(f"[tune] {option} must be UTF-8 text: {error}")
+
+
+def _show(document: Mapping[str, Any]) -> None:  # Any: JSON values
+    table = Table(
+        "codec", "bits per value", "perplexity", "+-", "KL divergence", "+-", "same token", "kernels",
+        title=Text(f"{document['model']}, {document['text']}: {document['positions']:,} positions"),
+        title_justify="left", box=None,
+    )  # fmt: skip
+    for column in table.columns[1:-1]:
+        column.justify = "right"
+    for codec in document["codecs"]:
+        table.add_row(
+            codec["name"],
+            f"{codec['bits_per_value']:.2f}",
+            f"{codec['perplexity_delta']:+.2%}",
+            f"{codec['perplexity_delta_se']:.2%}",
+            f"{codec['kl']:.5f}",
+            f"{codec['kl_se']:.5f}",
+            f"{codec['top1_agreement']:.1%}",
+            codec["kernels"],
+        )
+    result_console().print(table)
+    note(
+        f"against 16 bits, {document['weights']} weights; +- is one standard error; emulated: what the codec's "
+        "reference makes of complete blocks, the block being written stays as it is"
+    )

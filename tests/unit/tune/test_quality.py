@@ -1,0 +1,195 @@
+"""Scores: what they count, and that codecs differ in K and V and in nothing else."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from tests.support.tiny_engine import load_tiny_decoder
+from tests.support.tiny_models import random_prompt
+
+from kvist.codecs.rotated import INT3, INT4, SPAN, Rows
+from kvist.codecs.transforms import uncalibrated
+from kvist.errors import ConfigError
+from kvist.kernels import native
+from kvist.model.native_decoder import NativeDecoder, pack_weights
+from kvist.tune import quality
+from kvist.tune.quality import (
+    NativeComputer,
+    Score,
+    TorchComputer,
+    bits_per_value,
+    compare,
+    emulation,
+    score_window,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvist.codecs.transforms import KVTransforms
+    from kvist.model.decoder import Decoder
+    from kvist.tune.quality import Computer
+
+TOKENS = random_prompt(4 * SPAN)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return load_tiny_decoder(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def transforms(decoder: Decoder) -> KVTransforms:
+    spec = decoder.spec
+    return uncalibrated(spec.num_layers, spec.num_kv_heads, spec.head_dim)
+
+
+@pytest.fixture(scope="module", params=["torch", "native"])
+def computer(request: pytest.FixtureRequest, decoder: Decoder) -> Computer:
+    if request.param == "torch":
+        return TorchComputer(decoder)
+    if not native.available():
+        pytest.skip(native.why_not())
+    pool = native.extension().Pool(1)
+    tensors = ((name, tensor.clone()) for name, tensor in decoder.weights.items())
+    return NativeComputer(
+        NativeDecoder(decoder.spec, pack_weights(decoder.spec, tensors, "int8", pool), pool)
+    )
+
+
+def scored(
+    computer: Computer, transforms: KVTransforms, codecs: Sequence[str], tokens: list[int] = TOKENS
+) -> dict[str, Score]:
+    return score_window(computer, transforms, tokens, codecs, lambda _: None)
+
+
+def test_the_same_codec_scores_as_the_same(computer: Computer, transforms: KVTransforms) -> None:
+    score = scored(computer, transforms, [computer.reference])[computer.reference]
+    assert score.positions == len(TOKENS) - 1
+    assert score.agreed == score.positions
+    assert score.kl == score.squared_kl == score.squared_difference == 0.0
+    assert score.nll == score.reference_nll > 0.0
+
+
+def test_fewer_bits_cost_more(computer: Computer, transforms: KVTransforms) -> None:
+    scores = scored(computer, transforms, ["int8", "int4", "int3"])
+    assert 0.0 < scores["int8"].kl < 0.3 * scores["int4"].kl
+    assert scores["int4"].kl < 0.7 * scores["int3"].kl
+    assert len({score.reference_nll for score in scores.values()}) == 1
+    assert all(score.raw_spans == 0 for score in scores.values())
+
+
+def test_codecs_do_not_see_each_other(computer: Computer, transforms: KVTransforms) -> None:
+    together = scored(computer, transforms, ["int3", "int8", "int4"])
+    for name, score in together.items():
+        alone = scored(computer, transforms, [name])[name]
+        assert math.isclose(alone.kl, score.kl, rel_tol=1e-3)
+
+
+def test_an_emulated_codec_leaves_the_block_being_written_alone(
+    computer: Computer, transforms: KVTransforms
+) -> None:
+    first = scored(computer, transforms, ["int3"], TOKENS[:SPAN])["int3"]
+    assert first.kl == 0.0
+    both = scored(computer, transforms, ["int3"], TOKENS[: 2 * SPAN])["int3"]
+    assert both.kl > 0.0
+
+
+def test_native_kernels_hold_int8_from_the_first_token(
+    computer: Computer, transforms: KVTransforms
+) -> None:
+    score = scored(computer, transforms, ["int8"], TOKENS[:SPAN])["int8"]
+    assert (score.kl > 0.0) == ("int8" in computer.readable)
+
+
+def test_a_span_that_cannot_be_coded_stays_and_is_counted(
+    decoder: Decoder, transforms: KVTransforms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quality, "emulation", lambda *_: lambda rows, begins_sequence: None)
+    score = scored(TorchComputer(decoder), transforms, ["int4"])["int4"]
+    assert score.raw_spans == 4
+    assert score.kl == 0.0
+
+
+def test_emulation_is_the_codec(transforms: KVTransforms, decoder: Decoder) -> None:
+    spec = decoder.spec
+    size = (spec.num_layers, spec.num_kv_heads, SPAN, spec.head_dim)
+    generator = np.random.default_rng(0)
+    rows = Rows(*(generator.normal(size=size).astype(np.float32) for _ in range(2)))
+    for codec in (INT4, INT3):
+        for begins in (False, True):
+            span = codec.encode(rows, transforms, begins_sequence=begins)
+            assert span is not None
+            expected = codec.decode(span, transforms)
+            received = emulation(codec.name, transforms)(rows, begins_sequence=begins)
+            assert received is not None
+            assert np.array_equal(received.keys, expected.keys)
+            assert np.array_equal(received.values, expected.values)
+    with pytest.raises(ConfigError, match="'int5'"):
+        emulation("int5", transforms)
+
+
+def test_scores_are_sums_over_positions() -> None:
+    """Against the definitions, row by row."""
+    torch.manual_seed(0)
+    reference, other = torch.randn(2, 5, 11).double().log_softmax(-1)
+    targets = torch.tensor([1, 0, 10, 4, 4])
+    score = compare(reference, other, targets)
+    before = [-reference[i, t].item() for i, t in enumerate(targets)]
+    after = [-other[i, t].item() for i, t in enumerate(targets)]
+    kl = [
+        sum(math.exp(a) * (a - b) for a, b in zip(x.tolist(), y.tolist(), strict=True))
+        for x, y in zip(reference, other, strict=True)
+    ]
+    assert math.isclose(score.reference_nll, sum(before))
+    assert math.isclose(score.nll, sum(after))
+    assert math.isclose(
+        score.squared_difference, sum((a - b) ** 2 for a, b in zip(after, before, strict=True))
+    )
+    assert math.isclose(score.kl, sum(kl))
+    assert math.isclose(score.squared_kl, sum(x * x for x in kl))
+    assert score.agreed == sum(
+        int(x.argmax() == y.argmax()) for x, y in zip(reference, other, strict=True)
+    )
+    summary = (score + score).summary()
+    differences = np.array(after) - np.array(before)
+    assert math.isclose(summary["perplexity_delta"], math.exp(differences.mean()) - 1)
+    assert math.isclose(summary["perplexity_delta_se"], differences.std() / math.sqrt(10))
+    assert math.isclose(summary["kl_se"], np.std(kl) / math.sqrt(10))
+    assert summary["positions"] == 10
+
+
+def test_scores_add_up_field_by_field() -> None:
+    score = Score(positions=2, agreed=1, reference_nll=1.0, nll=2.0, kl=0.5, raw_spans=3)
+    total = score + score
+    assert asdict(total) == {name: 2 * value for name, value in asdict(score).items()}
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {},
+        {"positions": 1},
+        {**asdict(Score()), "kl": "1"},
+        {**asdict(Score()), "kl": math.nan},
+        {**asdict(Score()), "more": 1},
+    ],
+)
+def test_what_is_no_score_is_refused(document: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="no score"):
+        Score.from_document(document)
+    assert Score.from_document(asdict(Score(positions=3))) == Score(positions=3)
+
+
+def test_bits_count_everything() -> None:
+    assert bits_per_value("raw16", 64, 2048) == 16
+    assert bits_per_value("int8", 64, 2048) == 8.25
+    # A record of 4,288 bytes for 8,192 values, and 128 bytes for the first key of 32 spans.
+    assert math.isclose(bits_per_value("int4", 64, 2048), 8 * (32 * 4288 + 128) / (32 * 8192))
+    assert bits_per_value("int4", 64, 2048) < 4.25
+    assert bits_per_value("int3", 256, 2048) < 3.25
