@@ -42,5 +42,7 @@ struct AttentionKernels {
 
 extern const AttentionKernels kAttentionSerial;
 extern const AttentionKernels kAttentionAvx2;
+extern const AttentionKernels kAttentionAvx512;
+extern const AttentionKernels kAttentionNeon;
 
 }  // namespace kvist

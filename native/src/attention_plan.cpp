@@ -78,9 +78,19 @@ std::int64_t span_cost(int stacked, int num_keys) {
 }
 
 const AttentionKernels& kernels(Isa isa) {
-#if defined(__x86_64__)
-  if (isa == Isa::kAvx2 || isa == Isa::kAvx512) {
+#if defined(KVIST_HAS_AVX512)
+  if (isa == Isa::kAvx512) {
+    return kAttentionAvx512;
+  }
+#endif
+#if defined(KVIST_HAS_AVX2)
+  if (isa == Isa::kAvx2) {
     return kAttentionAvx2;
+  }
+#endif
+#if defined(KVIST_HAS_NEON)
+  if (isa == Isa::kNeon) {
+    return kAttentionNeon;
   }
 #endif
   static_cast<void>(isa);

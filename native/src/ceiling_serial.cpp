@@ -74,9 +74,19 @@ const CeilingKernels& ceiling_kernels_serial() {
 }
 
 const CeilingKernels& ceiling_kernels(Isa isa) {
-#if defined(__x86_64__)
+#if defined(KVIST_HAS_AVX512)
+  if (isa == Isa::kAvx512) {
+    return ceiling_kernels_avx512();
+  }
+#endif
+#if defined(KVIST_HAS_AVX2)
   if (isa == Isa::kAvx2) {
     return ceiling_kernels_avx2();
+  }
+#endif
+#if defined(KVIST_HAS_NEON)
+  if (isa == Isa::kNeon) {
+    return ceiling_kernels_neon();
   }
 #endif
   (void)isa;

@@ -4,15 +4,40 @@
 #include <stdexcept>
 #include <string>
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 namespace kvist {
 namespace {
 
+// The compiler's run-time library asks the CPU and, through XCR0, whether the system saves the registers: a set it does
+// not save does not count as supported.
 std::vector<Isa> probe() {
   std::vector<Isa> found;
+#if defined(KVIST_EMULATES_AVX512)
+  found.push_back(Isa::kAvx512);
+#elif defined(KVIST_EMULATES_NEON)
+  found.push_back(Isa::kNeon);
+#endif
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+  const bool has_avx2 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+#if !defined(KVIST_EMULATES_AVX512)
+  if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vnni")) {
+    found.push_back(Isa::kAvx512);
+  }
+#endif
+  if (has_avx2) {
     found.push_back(Isa::kAvx2);
+  }
+#elif defined(__aarch64__) && defined(__linux__)
+  if ((getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0) {
+    found.push_back(Isa::kNeon);
   }
 #endif
   found.push_back(Isa::kSerial);

@@ -3,7 +3,8 @@
 namespace kvist {
 
 EncodeKvRow encode_kv_row(Isa isa) {
-#if defined(__x86_64__)
+#if defined(KVIST_HAS_AVX2)
+  // A row is a few vectors of either width.
   if (isa == Isa::kAvx2 || isa == Isa::kAvx512) {
     return encode_kv_row_avx2;
   }

@@ -7,5 +7,7 @@ namespace kvist {
 
 extern const LinearKernels kLinearSerial;
 extern const LinearKernels kLinearAvx2;
+extern const LinearKernels kLinearAvx512;
+extern const LinearKernels kLinearNeon;
 
 }  // namespace kvist

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 GROUP = 64
 # Of the range of the values: half a unit in the last place of a bfloat16 near the range's end.
-TOLERANCE = {"serial": 1e-6, "avx2": 2e-3}
+TOLERANCE = {"serial": 1e-6, "avx2": 2e-3, "avx512": 2e-3, "neon": 2e-3}
 # What separates two ways to group the same work.
-GROUPING_TOLERANCE = {"serial": 1e-6, "avx2": 1e-3}
+GROUPING_TOLERANCE = {"serial": 1e-6, "avx2": 1e-3, "avx512": 1e-3, "neon": 1e-3}
 POOLS = {count: _native.Pool(count) for count in (1, 2, 3)}
 
 

@@ -30,5 +30,7 @@ const CeilingKernels& ceiling_kernels(Isa isa);
 // One for each instruction set, in the file that may use it.
 const CeilingKernels& ceiling_kernels_serial();
 const CeilingKernels& ceiling_kernels_avx2();
+const CeilingKernels& ceiling_kernels_avx512();
+const CeilingKernels& ceiling_kernels_neon();
 
 }  // namespace kvist
