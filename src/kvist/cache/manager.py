@@ -141,7 +141,7 @@ class CacheManager:
         self._pins: set[Pin] = set()
         self._num_pins_of: Counter[Block] = Counter()
         self._deadlines = Deadlines(clock_ns)
-        self._tree = PrefixTree(BlockColumns(num_blocks))
+        self._tree = PrefixTree(BlockColumns(len(self._pool.blocks)))
         self._pending = PendingIdentities()
         self._memory = PromptMemory(max_ghosts, clock_ns)
         self._counters = Counters()
@@ -654,6 +654,11 @@ class CacheManager:
             num_reserved=self.num_reserved,
             num_pinned=self.num_pinned,
             num_ghosts=len(self._memory.ghosts),
+            unit_bytes=int(self._pool.is_mixed),
+            block_units=self._pool.sizes[0],
+            free_units=self._pool.capacity - self._pool.num_used,
+            evictable_units=self._pool.num_evictable_units,
+            held_units=self._pool.num_used - self._pool.num_evictable_units,
             blocks_by_codec={codec: count for codec, (count, _) in usage.items()},
             bytes_by_codec={codec: num_bytes for codec, (_, num_bytes) in usage.items()},
             **self._counters.snapshot(),

@@ -102,6 +102,14 @@ class CacheStats:
     """Pins whose TTL ended before they were given up."""
     num_expired_blocks: int
     """Subset of num_evictions: those whose TTL or pin had ended by its time before."""
+    unit_bytes: int
+    """Bytes in a unit of memory: 1 where blocks can change their codec; 0: a unit is a block, of whatever bytes."""
+    block_units: int
+    """Units that a block takes when it is written."""
+    free_units: int
+    evictable_units: int
+    held_units: int
+    """Units of the whole memory by the state of what is in them."""
     blocks_by_codec: Mapping[str, int]
     """Blocks that are not free; empty where there is one codec."""
     bytes_by_codec: Mapping[str, int]

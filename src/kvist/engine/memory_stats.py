@@ -46,11 +46,15 @@ class MemoryStats:
     """The pool in bytes, at one moment."""
 
     codec: str
-    """In which all blocks are kept."""
+    """In which blocks are written."""
     block_bytes: int
-    """One block, all layers."""
+    """One block as it is written, all layers."""
     bytes_by_state: Mapping[str, int]
     """Free, evictable and held; together the pool."""
+    bytes_by_codec: Mapping[str, int]
+    """Of the blocks that hold something, by codec; together evictable and held."""
+    saved_fraction: float
+    """What blocks in smaller codecs save of what they would take as they were written, in [0, 1)."""
     layers: tuple[LayerStats, ...]
     """By window, in the order of the model; empty where the model's layers are not known."""
 
@@ -63,21 +67,30 @@ def memory_stats(plan: EnginePlan, cache: CacheStats, requests: RequestStats) ->
         cache: Blocks by state.
         requests: What ended sequences reused.
     """
-    block_bytes = plan.kv_bytes // plan.num_blocks
-    states = {"free": cache.num_free, "evictable": cache.num_evictable, "held": cache.num_held}
+    unit_bytes = cache.unit_bytes or plan.kv_bytes // plan.num_blocks
+    block_bytes = cache.block_units * unit_bytes
+    states = {
+        "free": cache.free_units * unit_bytes,
+        "evictable": cache.evictable_units * unit_bytes,
+        "held": cache.held_units * unit_bytes,
+    }
+    used_bytes = states["evictable"] + states["held"]
+    written_bytes = (cache.num_evictable + cache.num_held) * block_bytes
+    num_layers_in_all = max(1, len(plan.layer_windows))
     windows = Counter(plan.layer_windows)
-    layer_bytes = block_bytes // max(1, len(plan.layer_windows))
     return MemoryStats(
         codec=plan.codec,
         block_bytes=block_bytes,
-        bytes_by_state={state: count * block_bytes for state, count in states.items()},
+        bytes_by_state=states,
+        bytes_by_codec=cache.bytes_by_codec or {plan.codec: used_bytes},
+        saved_fraction=1 - used_bytes / written_bytes if written_bytes else 0.0,
         layers=tuple(
             LayerStats(
                 num_layers=num_layers,
                 window=window or None,
-                block_bytes=layer_bytes,
-                held_bytes=cache.num_held * layer_bytes,
-                evictable_bytes=cache.num_evictable * layer_bytes,
+                block_bytes=block_bytes // num_layers_in_all,
+                held_bytes=states["held"] // num_layers_in_all,
+                evictable_bytes=states["evictable"] // num_layers_in_all,
                 num_reused_tokens=requests.num_reused_tokens,
                 num_read_tokens=(
                     requests.reused_by_window[window] if window else requests.num_reused_tokens

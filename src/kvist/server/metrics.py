@@ -112,6 +112,12 @@ class EngineCollector(Collector):
         yield from _reuse(stats.requests, stats.cache)
         yield from _blocks(stats.cache, codec)
         yield _gauge("kvist_block_bytes", "Bytes of a block, all layers.", stats.memory.block_bytes)
+        by_codec = GaugeMetricFamily(
+            "kvist_kv_bytes", "Bytes of blocks that hold something, by codec.", labels=("codec",)
+        )
+        for name, num_bytes in stats.memory.bytes_by_codec.items():
+            by_codec.add_metric((name,), num_bytes)
+        yield by_codec
         yield from _work(stats.scheduler)
         yield from _guards(stats.guards, stats.requests, stats.cache)
         yield from _latencies(stats.requests)
@@ -190,19 +196,12 @@ def _blocks(cache: CacheStats, codec: str) -> Iterator[Metric]:
     for state, count in states.items():
         blocks.add_metric((state, codec, TIER), count)
     yield blocks
-    if cache.bytes_by_codec:
-        by_codec = GaugeMetricFamily(
-            "kvist_kv_bytes", "Bytes of blocks that hold something, by codec.", labels=("codec",)
-        )
-        for name, num_bytes in cache.bytes_by_codec.items():
-            by_codec.add_metric((name,), num_bytes)
-        yield by_codec
-        yield _by(
-            "kvist_demoted_blocks",
-            "Times a block was encoded in a smaller codec, by cause.",
-            "cause",
-            {"age": cache.num_demotions_by_age, "room": cache.num_demotions_for_room},
-        )
+    yield _by(
+        "kvist_demoted_blocks",
+        "Times a block was encoded in a smaller codec, by cause.",
+        "cause",
+        {"age": cache.num_demotions_by_age, "room": cache.num_demotions_for_room},
+    )
     yield _gauge("kvist_block_size_tokens", "Tokens in a block.", cache.block_size)
     yield _gauge("kvist_pinned_blocks", "Held blocks that pins hold.", cache.num_pinned)
     yield _gauge("kvist_reserved_blocks", "Blocks promised to sequences.", cache.num_reserved)
