@@ -504,7 +504,7 @@ class MixedCacheMachine(CacheMachine):
         for request in self.running:
             length = request.lease.num_computed_tokens
             for index, block_id in enumerate(request.table):
-                if (index + 1) * self.block_size > length - 3:
+                if (index + 1) * self.block_size > length - self.precision.windows[0][0]:
                     recent_blocks.add(block_id)
             if request.table and self.precision.sink == "raw16":
                 recent_blocks.add(request.table[0])
