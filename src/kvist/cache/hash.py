@@ -197,6 +197,8 @@ class TokenChain:
 
 
 def _pack(token_ids: Sequence[int]) -> bytes:
+    if isinstance(token_ids, array) and token_ids.typecode == "I" and sys.byteorder == "little":
+        return token_ids.tobytes()
     try:
         packed = array("I", token_ids)
     except OverflowError:

@@ -815,10 +815,12 @@ class CacheManager:
     def _evict(self) -> None:
         block = self._pool.evict()
         assert block.node is not None
-        has_expired = block.node.has_expired
-        self._drop(block, MissReason.EXPIRED if has_expired else MissReason.EVICTED)
+        if block.node.has_expired:
+            self._drop(block, MissReason.EXPIRED)
+            self._counters.num_expired_blocks += 1
+        else:
+            self._drop(block, MissReason.EVICTED)
         self._counters.num_evictions += 1
-        self._counters.num_expired_blocks += has_expired
 
     def _drop(self, block: Block, why: MissReason) -> None:
         """Make an evictable block, taken out of its queue, free. It must be a leaf."""

@@ -49,6 +49,7 @@ class BlockPool:
         "_is_single",
         "_memory_ops",
         "_num_by_level",
+        "_only",
         "blocks",
         "capacity",
         "num_evictable",
@@ -75,6 +76,7 @@ class BlockPool:
         num_blocks = capacity // self.sizes[-1]
         self.partitions = Partitions(make_strategy, num_blocks, capacity, shares or {})
         self._is_single = self.partitions.is_single
+        self._only = self.partitions.of("")
         self.blocks: Sequence[Block] = tuple(Block(BlockId(i)) for i in range(num_blocks))
         # A stack: only its end is ever touched, and the block freed last is the one most likely still in the caches.
         self._free = list(reversed(self.blocks))
@@ -147,10 +149,11 @@ class BlockPool:
         block.size = self.sizes[0]
         self._num_by_level[0] += 1
         self.num_used += block.size
-        partition = block.partition = self.partitions.of(tenant)
+        partition = self._only if self._is_single else self.partitions.of(tenant)
+        block.partition = partition
         partition.num_used += block.size
         if not self._is_single:
-            self.partitions.rank(block.partition)
+            self.partitions.rank(partition)
         if self._memory_ops is not None:
             self._memory_ops.append(MemoryOp("allocate", block.block_id, self._codecs[0]))
         return block
@@ -210,7 +213,9 @@ class BlockPool:
 
     def evict(self) -> Block:
         """Take out of its queue the block that is to go; the caller frees it. There must be one."""
-        block = self.partitions.next_to_evict_from().evict()
+        block = (
+            self._only.evict() if self._is_single else self.partitions.next_to_evict_from().evict()
+        )
         self._unqueue(block)
         return block
 

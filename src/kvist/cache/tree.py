@@ -340,6 +340,9 @@ def _index(node: Node) -> int:
 
 def common_tokens(left: bytes, right: bytes) -> int:
     """Return how many leading token ids two runs of u32 little-endian share. O(bytes), no Python loop."""
+    # Most often nothing is shared.
+    if left[:TOKEN_BYTES] != right[:TOKEN_BYTES]:
+        return 0
     num_bytes = min(len(left), len(right))
     # The lowest set bit of the difference is in the first byte that differs.
     difference = int.from_bytes(left[:num_bytes], "little") ^ int.from_bytes(

@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from kvist.sched.output import StepPlan
     from kvist.sched.scheduler import RequestUpdate
 
+_NAMESPACE = Namespace(model="trace")
+"""Of all requests."""
 _EOS = TokenId(2**32 - 1)
 """Ends a sequence that set no ``max_tokens``. Its K and V are never computed, so it is never compared with anything."""
 
@@ -249,7 +251,7 @@ class Simulator:
             request_id=RequestId(str(number)),
             prompt_token_ids=cast("tuple[TokenId, ...]", prompt_of(record, number)),
             params=_params(record.num_output_tokens if has_limit else None),
-            namespace=Namespace(model="trace"),
+            namespace=_NAMESPACE,
             seed=0,
             eos_token_ids=frozenset() if has_limit else frozenset({_EOS}),
             number=number,

@@ -11,6 +11,7 @@ tokens exactly as far as their ids agree. Two records share the head of a shorte
 
 from __future__ import annotations
 
+import sys
 from array import array
 from dataclasses import dataclass
 from functools import lru_cache
@@ -44,14 +45,13 @@ def prompt_of(record: TraceRequest, number: int) -> array[int]:
     for run in record.block_runs:
         if run.stop > MAX_IDS:
             raise TraceError(f"[replay] block ids must be below {MAX_IDS}, received {run.stop - 1}")
-        parts += [(2 * block_id).to_bytes(TOKEN_BYTES, "little") * size for block_id in run]
-    packed = b"".join(parts)
-    num_bytes = record.num_input_tokens * TOKEN_BYTES
-    if len(packed) < num_bytes:
-        own = own_token(number).to_bytes(TOKEN_BYTES, "little")
-        packed += own * ((num_bytes - len(packed)) // TOKEN_BYTES)
-    tokens = array("I")
-    tokens.frombytes(packed[:num_bytes])
+        parts += [(2 * block_id).to_bytes(TOKEN_BYTES, sys.byteorder) * size for block_id in run]
+    num_tokens = record.num_input_tokens
+    num_missing = num_tokens - len(parts) * size
+    if num_missing > 0:
+        parts.append(own_token(number).to_bytes(TOKEN_BYTES, sys.byteorder) * num_missing)
+    tokens = array("I", b"".join(parts))
+    del tokens[num_tokens:]
     return tokens
 
 
