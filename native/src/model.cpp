@@ -114,6 +114,7 @@ Model::Model(const ModelShape& shape, std::vector<RotarySpec> ropes, ModelWeight
       ropes_(std::move(ropes)),
       weights_(std::move(weights)),
       isa_(isa),
+      turn_(head_turn(shape.head_dim)),
       buffers_(std::make_unique<Buffers>()) {
   const auto add = [&](const PackedLinear& linear) {
     const LinearShape& shape = linear.shape;
@@ -304,6 +305,11 @@ void Model::Run::rotate_and_store(Worker& worker, std::size_t index) const {
             (static_cast<std::ptrdiff_t>(layer.rope) * inputs_.num_rows + row) * static_cast<std::ptrdiff_t>(half);
         for (int head = 0; head < num_rotated; ++head) {
           rowwise_.rope(queries + head * dim, buffers_.cosines.data() + at, buffers_.sines.data() + at, half);
+        }
+      }
+      if (kv_turns_keys(layout.codec)) {
+        for (int head = 0; head < num_rotated; ++head) {
+          rowwise_.turn(queries + head * dim, model_.turn_);
         }
       }
       const std::int64_t block = inputs_.slots[row] / layout.block_size;

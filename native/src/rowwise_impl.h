@@ -66,6 +66,43 @@ void rope(float* head, const float* cos, const float* sin, int half) noexcept {
   }
 }
 
+void turn(float* head, const HeadTurn& turn) noexcept {
+  const int power = turn.power;
+  const int odd = turn.odd;
+  const int n = power * odd;
+  const float* signs = turn.signs;
+  const float* cosines = turn.cosines;
+  for (int i = 0; i < n; ++i) {
+    head[i] *= signs[i];
+  }
+  for (int step = 1; step < power; step *= 2) {
+    for (int first = 0; first < n; first += 2 * step) {
+      for (int i = first; i < first + step; ++i) {
+        const float left = head[i];
+        const float right = head[i + step];
+        head[i] = left + right;
+        head[i + step] = left - right;
+      }
+    }
+  }
+  if (odd == 1) {
+    return;
+  }
+  for (int i = 0; i < power; ++i) {
+    float column[kMaxOddPart];
+    for (int run = 0; run < odd; ++run) {
+      column[run] = head[run * power + i];
+    }
+    for (int run = 0; run < odd; ++run) {
+      float sum = 0.0F;
+      for (int other = 0; other < odd; ++other) {
+        sum += cosines[run * odd + other] * column[other];
+      }
+      head[run * power + i] = sum;
+    }
+  }
+}
+
 BestToken best_token(const float* logits, int n) noexcept {
   float lanes[kLanes];
   std::int32_t unordered[kLanes] = {};
@@ -103,6 +140,6 @@ BestToken best_token(const float* logits, int n) noexcept {
 }  // namespace
 
 extern const RowwiseKernels KVIST_ROWWISE_TABLE;
-const RowwiseKernels KVIST_ROWWISE_TABLE = {embed, rms_norm, add_rms_norm, rope, best_token};
+const RowwiseKernels KVIST_ROWWISE_TABLE = {embed, rms_norm, add_rms_norm, rope, turn, best_token};
 
 }  // namespace kvist

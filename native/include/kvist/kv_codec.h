@@ -26,6 +26,9 @@ inline constexpr int kKvGroup = 64;  // values that share a scale in int8
 
 static constexpr int kv_num_groups(int head_dim) { return (head_dim + kKvGroup - 1) / kKvGroup; }
 
+// Whether keys are turned (rowwise.h) before they are encoded, and queries before they meet them.
+static constexpr bool kv_turns_keys(KvCodec codec) { return codec == KvCodec::kInt8; }
+
 static constexpr int kv_row_bytes(KvCodec codec, int head_dim) {
   return codec == KvCodec::kRaw16 ? 2 * head_dim : head_dim + 2 * kv_num_groups(head_dim);
 }

@@ -104,6 +104,7 @@ class Model {
   std::vector<RotarySpec> ropes_;
   ModelWeights weights_;
   Isa isa_;
+  HeadTurn turn_;                           // of queries and keys, where the codec asks for it
   std::vector<LinearShape> linear_shapes_;  // those that occur, each once
   std::vector<int> windows_;                // likewise
   std::unique_ptr<Buffers> buffers_;

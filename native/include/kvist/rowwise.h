@@ -14,6 +14,19 @@ struct BestToken {
   std::int32_t token;  // the first of equals
 };
 
+inline constexpr int kMaxHeadDim = 256;
+inline constexpr int kMaxOddPart = kMaxHeadDim / 8 - 1;  // head dimensions are multiples of 8
+
+// The rotation of kvist.kernels.rotation for heads of power * odd values: what sticks out in one value is spread over all.
+struct HeadTurn {
+  int power;                                 // the largest power of two that divides the head dimension
+  int odd;                                   // the rest
+  float signs[kMaxHeadDim];                  // -1 or 1, over sqrt(power * odd)
+  float cosines[kMaxOddPart * kMaxOddPart];  // (odd, odd) cosine transform, rows of length sqrt(odd)
+};
+
+HeadTurn head_turn(int head_dim);
+
 struct RowwiseKernels {
   // out = table[token] * scale, table row-major (V, n) bfloat16.
   void (*embed)(const std::uint16_t* table, std::int64_t token, int n, float scale, float* out);
@@ -23,6 +36,8 @@ struct RowwiseKernels {
   void (*add_rms_norm)(const float* x, const float* weight, int n, float eps, float* out);
   // Rotates a head in place; dimension i pairs with i + half. cos and sin: (half,).
   void (*rope)(float* head, const float* cos, const float* sin, int half);
+  // Turns a head in place: signs, Walsh-Hadamard within each run of `power` values, cosines across the runs.
+  void (*turn)(float* head, const HeadTurn& turn);
   BestToken (*best_token)(const float* logits, int n);
 };
 

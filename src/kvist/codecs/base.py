@@ -28,6 +28,11 @@ class KVCodec(Protocol):
         """Type of a stored element."""
         ...
 
+    @property
+    def turns_keys(self) -> bool:
+        """Whether K is to be turned before it is stored (``kv_rows.turn``), and queries before they meet it."""
+        ...
+
     def stored_dim(self, head_dim: int) -> int:
         """Return N, stored elements that hold the ``head_dim`` values of one position and head."""
         ...

@@ -13,6 +13,9 @@ A value is its code times the scale. The scale is the group's max|x| / 127, divi
 half, but never down to 0; a code is x times the float32 reciprocal of the rounded scale, rounded to nearest, ties to
 even, and held within [-127, 127].
 
+Rows of K hold turned keys (``kvist.kernels.rotation``): whoever writes turns them after RoPE, and whoever reads turns
+the queries. On SmolLM2-135M that divides the divergence by 3.5 (docs/decisions/0003-kv-codecs.md).
+
 Worked example, D = 2: (1.0, -2.5). 2.5 / 127 rounds to the half 0x250a, 0.0196838; the codes are 51 and -127; the row
 is 33 81 0a 25, which reads (1.00388, -2.49985).
 """
@@ -40,6 +43,8 @@ class Int8Codec:
     """Name in options and on disk."""
     dtype: torch.dtype = torch.uint8
     """A stored element is a byte."""
+    turns_keys: bool = True
+    """A few channels of K are much larger than the others, which a common scale would round away."""
 
     def stored_dim(self, head_dim: int) -> int:
         """Return the bytes of a row: the codes and the scales."""

@@ -33,6 +33,8 @@ class RawCodec:
     """Name in options and on disk."""
     dtype: torch.dtype
     """The floating-point type."""
+    turns_keys: bool = False
+    """K is stored as it is."""
 
     def stored_dim(self, head_dim: int) -> int:
         """Return ``head_dim``: an element is a value."""

@@ -3,8 +3,8 @@
 Responsible for the numbers, for turning rows there and back, for what follows from statistics (``from_statistics``) and
 for the file they are kept in. Where the statistics come from is not known here (``kvist.tune.calibration``).
 
-A row x of K or V becomes ``y = (x - mean) diag(balance) R``. R is the same orthonormal matrix everywhere: random signs,
-then a Hadamard matrix, which spreads what sticks out in one channel over all. ``balance`` makes channels alike that the
+A row x of K or V becomes ``y = (x - mean) diag(balance) R``. R is the same orthonormal matrix everywhere
+(``kvist.kernels.rotation``). ``balance`` makes channels alike that the
 model looks at with unlike care. V has no mean: subtracting one costs more than it gives (measured).
 
 A file of transforms is one safetensors file, read without running anything, with the metadata ``format``, ``version``,
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from kvist.errors import ConfigError
+from kvist.kernels.rotation import rotation
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,40 +91,6 @@ class KVTransforms:
         scaled = queries / _along(self.keys.balance, queries)
         turned: Floats = np.matmul(scaled, rotation(queries.shape[-1]))
         return turned
-
-
-@cache
-def rotation(head_dim: int) -> Floats:
-    """Return R, (D, D) float32 orthonormal: ``diag(signs) (C kron H)``.
-
-    H is the Hadamard matrix of the largest power of two that divides D (Sylvester's order), C the cosine transform
-    (DCT-II) of what is left, both scaled to length 1. The sign of channel c is minus where ``scrambled(c + 1)`` is odd.
-    Read-only, the same object for every call.
-    """
-    matrix = np.ones((1, 1))
-    odd = head_dim
-    while odd % 2 == 0:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-        odd //= 2
-    steps = np.arange(odd)
-    cosines = np.sqrt(2.0) * np.cos(np.pi * (steps + 0.5) * steps[:, None] / odd)
-    cosines[0] = 1.0
-    signs = np.array([1.0 - 2.0 * (scrambled(c + 1) & 1) for c in range(head_dim)])
-    rotated = signs[:, None] * np.kron(cosines.T, matrix) / np.sqrt(head_dim)
-    result: Floats = rotated.astype(np.float32)
-    result.flags.writeable = False
-    return result
-
-
-def scrambled(x: int) -> int:
-    """Return a number of 32 bits that looks unlike x: x ^= x >> 16, x *= 0x7FEB352D, and so on with 15 and 16.
-
-    Signs with a pattern would be much like a row of the Hadamard matrix, and gather equal channels in one.
-    Source: C. Wellons' hash prospector, lowbias32.
-    """
-    x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF
-    x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF
-    return x ^ x >> 16
 
 
 def uncalibrated(num_layers: int, num_kv_heads: int, head_dim: int) -> KVTransforms:

@@ -2,12 +2,17 @@
 
 Responsible for telling what an element of a block is by its type, and for the arithmetic of int8 rows, in both
 directions. A block of floating-point numbers holds the values themselves; a block of bytes holds int8 rows
-(``kvist.codecs.int8`` has the layout). Knows neither blocks' owners nor requests.
+(``kvist.codecs.int8`` has the layout), keys among them turned, as the queries that meet them must be (``turn``). Knows
+neither blocks' owners nor requests.
 """
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
+
+from kvist.kernels.rotation import rotation
 
 INT8_GROUP = 64
 """Values of a row that share a scale; the last group of a row may be shorter."""
@@ -55,6 +60,21 @@ def decode_int8(stored: torch.Tensor, head_dim: int) -> torch.Tensor:
     codes = _grouped(stored[..., :head_dim].view(torch.int8).to(torch.float32))
     scales = stored[..., head_dim:].contiguous().view(torch.float16).to(torch.float32)
     return (codes * scales[..., None]).flatten(-2)[..., :head_dim]
+
+
+def turn(x: torch.Tensor) -> torch.Tensor:
+    """Return (..., D) queries or keys times ``rotation(D)``, in x's dtype; the sums are float32."""
+    return (widen(x) @ _rotation(x.shape[-1]).to(widen(x).dtype)).to(x.dtype)
+
+
+def turn_back(x: torch.Tensor) -> torch.Tensor:
+    """Return what ``turn`` made x from."""
+    return (widen(x) @ _rotation(x.shape[-1]).to(widen(x).dtype).T).to(x.dtype)
+
+
+@cache
+def _rotation(head_dim: int) -> torch.Tensor:
+    return torch.from_numpy(rotation(head_dim).copy())
 
 
 def _grouped(values: torch.Tensor) -> torch.Tensor:

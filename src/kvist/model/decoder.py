@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from kvist.errors import ModelLoadError
 from kvist.kernels import dispatch
+from kvist.kernels.kv_rows import turn
 from kvist.model.layout import EMBEDDING, FINAL_NORM, HEAD
 from kvist.model.linear import Linear
 from kvist.model.rotary import RotaryEmbedding, Rotation
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
 
 class KVStore(Protocol):
     """Where K and V are kept; ``storage.arena.BlockArena`` is one."""
+
+    @property
+    def turns_keys(self) -> bool:
+        """Whether keys are stored turned (``kv_rows.turn``)."""
+        ...
 
     def layer(self, layer_index: int) -> torch.Tensor:
         """Return one layer's blocks, (B, 2, K, P, D)."""
@@ -187,6 +193,8 @@ class Decoder:
         queries, keys = queries_keys.split_with_sizes((spec.num_heads, spec.num_kv_heads), 1)
         if step.observer is not None:
             step.observer.see(layer.index, queries, keys, values)
+        if arena.turns_keys:
+            queries, keys = turn(queries), turn(keys)
         arena.write(layer.index, batch.slots, keys, values)
         attended = dispatch.attention(
             queries,

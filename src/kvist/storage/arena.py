@@ -85,6 +85,11 @@ class BlockArena:
         return self._codec
 
     @property
+    def turns_keys(self) -> bool:
+        """Whether the keys to be written, and the queries that meet them, are to be turned (``kv_rows.turn``)."""
+        return self._codec.turns_keys
+
+    @property
     def num_blocks(self) -> int:
         """B, blocks in the slab."""
         return int(self._slab.shape[0])
@@ -130,7 +135,7 @@ class BlockArena:
         Args:
             layer_index: Layer, [0, L).
             slots: (T,) int64, ``block_id * P + offset`` each, no slot twice; a row whose slot is -1 is skipped.
-            k: (T, K, D) keys, any float dtype, any strides.
+            k: (T, K, D) keys, any float dtype, any strides; turned already where ``turns_keys``.
             v: (T, K, D) values.
 
         Mutates: The slots' bytes in this layer, and nothing else.

@@ -21,6 +21,7 @@ from kvist.codecs import registry
 from kvist.codecs.rotated import INT3, INT4, SPAN, RotatedCodec, Rows
 from kvist.errors import ConfigError
 from kvist.kernels.batch import AttentionBatch
+from kvist.kernels.kv_rows import turn, turn_back
 from kvist.model.native_decoder import StepSequence
 from kvist.spec import KVSpec
 from kvist.storage.arena import BlockArena
@@ -276,8 +277,11 @@ def _through_span(
 
 
 def _through_rows(codec: KVCodec, rows: Rows, *, begins_sequence: bool) -> Rows | None:  # noqa: ARG001
-    keys, values = (codec.decode(codec.encode(torch.from_numpy(x))).numpy() for x in rows)
-    return Rows(keys, values)
+    keys, values = (torch.from_numpy(x) for x in rows)
+    stored = codec.encode(turn(keys) if codec.turns_keys else keys)
+    keys = codec.decode(stored)
+    keys = turn_back(keys) if codec.turns_keys else keys
+    return Rows(keys.numpy(), codec.decode(codec.encode(values)).numpy())
 
 
 def _replace(

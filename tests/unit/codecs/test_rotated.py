@@ -21,7 +21,8 @@ from kvist.codecs.rotated import (
     from_bfloat16,
     to_bfloat16,
 )
-from kvist.codecs.transforms import KVTransforms, from_statistics, rotation, uncalibrated
+from kvist.codecs.transforms import KVTransforms, from_statistics, uncalibrated
+from kvist.kernels.rotation import rotation
 from kvist.spec import SPAN_CODEC_BITS, SPAN_TOKENS, span_record_bytes
 
 CODECS = [INT4, INT3]

@@ -13,7 +13,6 @@ from kvist.codecs.transforms import (
     error_feedback,
     from_statistics,
     load_transforms,
-    rotation,
     save_transforms,
     uncalibrated,
 )
@@ -36,22 +35,6 @@ def made(head_dim: int = 16, seed: int = 0) -> KVTransforms:
         keys=from_statistics(grams[0], grams[1]),
         values=from_statistics(grams[2], grams[3]),
     )
-
-
-@pytest.mark.parametrize("head_dim", [8, 24, 40, 64, 80, 96, 128, 256])
-def test_the_rotation_is_orthonormal_and_spreads_a_channel_over_all(head_dim: int) -> None:
-    matrix = rotation(head_dim).astype(np.float64)
-    assert np.allclose(matrix @ matrix.T, np.eye(head_dim), atol=1e-6)
-    # A power of two: evenly. An odd factor goes through cosines, of which one is twice its mean square at most.
-    assert np.abs(matrix).max() <= np.sqrt(2 / head_dim) * 1.0001
-    assert np.abs(matrix.sum(axis=0)).max() < 0.9 * np.sqrt(head_dim), "constants stay in one place"
-
-
-def test_the_rotation_of_8_channels_is_that_of_the_format() -> None:
-    signs = (rotation(8)[:, 0] > 0).astype(int).tolist()
-    assert signs == [1, 0, 0, 0, 1, 0, 1, 1]
-    assert np.allclose(np.abs(rotation(8)), 8**-0.5)
-    assert not rotation(8).flags.writeable
 
 
 @pytest.mark.parametrize("transforms", [made(), uncalibrated(*SHAPE, 16)])
