@@ -11,7 +11,7 @@ WORKERS ?= auto
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-native-asan native check check-native format bench clean
+.PHONY: help demo test test-slow test-native-asan test-native-emulated native check check-native format bench clean
 
 NATIVE_SOURCES := CMakeLists.txt $(wildcard native/src/* native/include/kvist/*)
 # One build folder for all editable installations: what did not change is not compiled again. Without isolation, since
@@ -46,6 +46,20 @@ test-native-asan: $(VENV)/.installed-test ## run the native tests under AddressS
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc PYTHONPATH=$(ASAN)/package \
 		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 		$(BIN)/python -m pytest -p no:cacheprovider --capture=sys tests/native $(ARGS)
+
+# For each set a build of its own, and beside it the Python files it is tested with.
+test-native-emulated: $(VENV)/.installed-test ## run the native tests for AVX-512 and NEON on an x86 CPU without them, through SIMDe
+	@echo '#include <simde/x86/avx512.h>' | $(CXX) -E -x c++ - -o /dev/null || { echo "make: SIMDe is not installed (on Debian: libsimde-dev)" >&2; exit 1; }
+	for isa in avx512 neon; do \
+		folder=build/native-$$isa; set -ex; \
+		$(CONFIGURE) -B $$folder -DKVIST_EMULATE=$$isa; \
+		$(CMAKE) --build $$folder; \
+		rm -rf $$folder/package && mkdir $$folder/package; \
+		cp -rs "$(CURDIR)/src/kvist" $$folder/package; \
+		cp --remove-destination $$folder/_native*.so $$folder/package/kvist; \
+		PYTHONPATH=$$folder/package OMP_NUM_THREADS=1 \
+			$(BIN)/python -m pytest -p no:cacheprovider tests/native -k "not avx2 and not serial" $(ARGS); \
+	done
 
 native: $(VENV)/.native ## build the native kernels into src/kvist, after a change to native/
 

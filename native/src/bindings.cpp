@@ -13,6 +13,7 @@
 
 #include "kvist/isa.h"
 #include "kvist/pool.h"
+#include "kvist/self_check.h"
 
 namespace nb = nanobind;
 
@@ -27,6 +28,21 @@ NB_MODULE(_native, module) {
   });
   module.def("isa", [] { return std::string(kvist::isa_name(kvist::current_isa())); });
   module.def("force_isa", [](const std::string& name) { kvist::force_isa(name); }, nb::arg("name"));
+  module.def(
+      "self_check",
+      [](const std::string& name, const std::string& falsify) {
+        const kvist::Isa isa = kvist::find_isa(name);
+        if (!falsify.empty() && falsify != "linear" && falsify != "attention" && falsify != "codec" &&
+            falsify != "rowwise") {
+          throw std::invalid_argument("[native] falsify must be linear, attention, codec or rowwise, received '" +
+                                      falsify + "'");
+        }
+        const nb::gil_scoped_release release;
+        return kvist::self_check(isa, falsify);
+      },
+      nb::arg("name"), nb::arg("falsify") = "",
+      "Compares an instruction set's kernels with the portable ones: what differs, or nothing. `falsify` changes the "
+      "results of one part first, for tests.");
   nb::class_<kvist::Pool>(module, "Pool")
       .def(
           "__init__",

@@ -44,23 +44,10 @@ std::vector<Isa> probe() {
   return found;
 }
 
-Isa find(std::string_view name) {
-  std::string known;
-  for (const Isa isa : available_isas()) {
-    if (name == isa_name(isa)) {
-      return isa;
-    }
-    known += known.empty() ? "" : ", ";
-    known += isa_name(isa);
-  }
-  throw std::invalid_argument("[native] the instruction set must be one of " + known + ", received '" +
-                              std::string(name) + "'");
-}
-
 Isa& selected() {
   static Isa isa = [] {
     const char* forced = std::getenv("KVIST_ISA");
-    return forced != nullptr && *forced != '\0' ? find(forced) : available_isas().front();
+    return forced != nullptr && *forced != '\0' ? find_isa(forced) : available_isas().front();
   }();
   return isa;
 }
@@ -86,8 +73,21 @@ const std::vector<Isa>& available_isas() {
   return isas;
 }
 
+Isa find_isa(std::string_view name) {
+  std::string known;
+  for (const Isa isa : available_isas()) {
+    if (name == isa_name(isa)) {
+      return isa;
+    }
+    known += known.empty() ? "" : ", ";
+    known += isa_name(isa);
+  }
+  throw std::invalid_argument("[native] the instruction set must be one of " + known + ", received '" +
+                              std::string(name) + "'");
+}
+
 Isa current_isa() { return selected(); }
 
-void force_isa(std::string_view name) { selected() = find(name); }
+void force_isa(std::string_view name) { selected() = find_isa(name); }
 
 }  // namespace kvist

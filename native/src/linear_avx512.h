@@ -13,6 +13,7 @@ inline constexpr int kPanel = 32;
 inline constexpr int kTileRows = 12;
 inline constexpr int kInt8Unit = 8;
 inline constexpr std::size_t kInt8RowBytes = sizeof(std::int16_t);
+inline constexpr std::size_t kWideBytes = std::size_t{512} << 10;  // K up to 8,192; part of a second-level cache
 inline constexpr double kOpsPerNs[3] = {300.0, 350.0, 150.0};
 
 }  // namespace kvist::avx512

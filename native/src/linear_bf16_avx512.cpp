@@ -92,6 +92,8 @@ struct Kernel {
   const float* x;
   std::ptrdiff_t stride;
 
+  const std::uint8_t* prepare(const std::uint8_t* packed, int, int) const { return packed; }
+
   void tile(int height, int row, int units, const std::uint8_t* packed, Ahead<kUnitBytes> ahead, float* sums) const {
     kTiles[height](x + row * stride, stride, packed, units, ahead, sums);
   }

@@ -7,6 +7,7 @@
 //   kInt8Unit    inputs that int8 weights are padded to
 //   kInt8RowBytes  bytes of an activation of int8 weights
 //   kOpsPerNs    of a core, for each weight kind, about
+//   kWideBytes   scratch for a panel in a wider form, where several tiles use it
 //
 // With a gate, a panel holds kPanel / 2 outputs of one half and the same of the other, so that both factors of a result
 // meet in one row of sums. Outputs and inputs that a shape lacks are padded inside the panel with zeros.
@@ -26,6 +27,8 @@ inline constexpr int kMaxItemPanels = 16;         // of one item with more rows 
 inline constexpr int kBf16Unit = 4;
 // How far ahead a single tile fetches the weights it streams.
 inline constexpr int kAheadBytes = 2048;
+
+inline constexpr std::size_t kSumsBytes = static_cast<std::size_t>(kTileRows) * kPanel * sizeof(float);
 
 struct Range {
   int first;
@@ -152,8 +155,9 @@ struct Ahead {
 // through one by one: some inputs of all its outputs. The kernel of a weight kind has
 //
 //   kHeaderBytes, kUnitBytes
-//   tile(height, row, units, packed, ahead, sums): sets sums[height][kPanel] to the products of `height` rows from
-//       `row` with the units at `packed`
+//   prepare(packed, units, tiles): what its tiles are given as the units of a panel, these or others in scratch
+//   tile(height, row, units, prepared, ahead, sums): sets sums[height][kPanel] to the products of `height` rows from
+//       `row` with the units
 //   finish(panel, data, rows, sums): the epilogue of some rows of one panel
 template <typename Kernel, typename Sum>
 static inline void run_panels(const Kernel& kernel, const PackedLinear& linear, std::size_t panel_bytes, Range panels,
@@ -170,13 +174,14 @@ static inline void run_panels(const Kernel& kernel, const PackedLinear& linear, 
       ahead.next = data + panel_bytes;
       ahead.step = panel + 1 < panels.last ? ceil_div(Kernel::kUnitBytes, tiles * AheadUnit::kLines) : 0;
     }
+    const std::uint8_t* prepared = kernel.prepare(data + Kernel::kHeaderBytes, units, tiles);
     // Tiles as equal as can be: a last one of a row or two would cost nearly as much as a whole one.
     for (int t = 0; t < tiles; ++t) {
       const Range tile_rows{rows.first + count * t / tiles, rows.first + count * (t + 1) / tiles};
       if (tiles > 1) {
         prefetch_outputs(linear.shape, panel, tile_rows, epilogue);
       }
-      kernel.tile(tile_rows.last - tile_rows.first, tile_rows.first, units, data + Kernel::kHeaderBytes, ahead, sums);
+      kernel.tile(tile_rows.last - tile_rows.first, tile_rows.first, units, prepared, ahead, sums);
       ahead.next += units * AheadUnit::kLines * ahead.step;
       kernel.finish(panel, data, tile_rows, sums);
     }
@@ -260,8 +265,8 @@ struct Panels {
     return plan.panel_items * plan.row_blocks;
   }
 
-  static std::size_t scratch_bytes(const LinearShape&, int) {
-    return static_cast<std::size_t>(kTileRows) * kPanel * sizeof(float);
+  static std::size_t scratch_bytes(const LinearShape&, int rows) {
+    return kSumsBytes + (rows > kTileRows ? kWideBytes : 0);
   }
 
   static void run(const PackedLinear& linear, const std::uint8_t* activations, int rows, int num_threads, int item,

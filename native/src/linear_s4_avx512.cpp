@@ -167,6 +167,8 @@ struct Kernel {
   const std::uint8_t* rows;
   std::ptrdiff_t stride;
 
+  const std::uint8_t* prepare(const std::uint8_t* packed, int, int) const { return packed; }
+
   void tile(int height, int row, int units, const std::uint8_t* packed, Ahead<kUnitBytes> ahead, float* sums) const {
     kTiles<kGroup>[height](rows + row* stride, stride, packed, units, ahead, sums);
   }

@@ -5,8 +5,8 @@
 //
 // The dominating instruction is vpdpwssd: 32 products of 16 bits, added in pairs to 16 sums; two start each cycle where
 // there are two units of 512 bits, one with one unit or with units of half the width. Per pair of inputs and tile of 12
-// rows: 24 of them, 12 broadcasts from memory, and two widening loads of weights, which take a slot of the second unit
-// each: at most 24 of 26 slots multiply, 118 operations of 128 a cycle. With one row, a panel is a stream of 32 bytes
+// rows: 24 of them, 12 broadcasts from memory and two loads of weights. Widening those takes the second unit a cycle
+// each, so several tiles share a panel that is widened once, in scratch. With one row, a panel is a stream of 32 bytes
 // per input: memory is the bound.
 
 #include "linear_avx2.h"
@@ -82,9 +82,30 @@ void quantise_row(const LinearShape& shape, const float* x, int row, int rows, s
   }
 }
 
+// Pair `pair` of a unit, of the first or the last sixteen outputs, as 16-bit integers.
+struct Packed {
+  static constexpr int kBytes = kUnitBytes;
+  static KVIST_INLINE __m512i weights(const std::uint8_t* unit, int pair, int half) {
+    return _mm512_cvtepi8_epi16(_mm256_load_si256(reinterpret_cast<const __m256i*>(unit) + 2 * pair + half));
+  }
+};
+
+struct Widened {
+  static constexpr int kBytes = 2 * kUnitBytes;
+  static KVIST_INLINE __m512i weights(const std::uint8_t* unit, int pair, int half) {
+    return load(unit + 64 * (2 * pair + half));
+  }
+};
+
+void widen(const std::uint8_t* packed, int units, std::uint8_t* out) {
+  for (int i = 0; i < units * kInt8Unit; ++i) {
+    _mm512_store_si512(out + 64 * i, Packed::weights(packed + 32 * i, 0, 0));
+  }
+}
+
 // Sets sums[R][32] to the products of R rows.
-template <int R>
-[[gnu::noinline]] void tile(const std::int16_t* codes, std::ptrdiff_t stride, const std::uint8_t* packed, int units,
+template <int R, typename Weights>
+[[gnu::noinline]] void tile(const std::int16_t* codes, std::ptrdiff_t stride, const std::uint8_t* unit, int units,
                             Ahead<kUnitBytes> ahead, std::int32_t* sums) {
   // Ten sums hide the latency of a product where two start each cycle.
   constexpr int kSets = R <= 2 ? 4 : R <= 4 ? 2 : 1;
@@ -92,21 +113,20 @@ template <int R>
   __m512i high[kSets][R];
   unroll<kSets * R>([&](auto i) KVIST_LAMBDA { low[i / R][i % R] = high[i / R][i % R] = _mm512_setzero_si512(); });
   RowPointers<std::int16_t, R> x(codes, stride);
-  for (int unit = 0; unit < units; ++unit) {
+  for (int left = units; left > 0; --left) {
     ahead.fetch_unit();
     unroll<kInt8Unit / 2>([&](auto pair) KVIST_LAMBDA {
       constexpr int set = pair % kSets;
-      const auto* narrow = reinterpret_cast<const __m256i*>(packed) + 2 * pair;
-      const __m512i w0 = _mm512_cvtepi8_epi16(_mm256_load_si256(narrow));
-      const __m512i w1 = _mm512_cvtepi8_epi16(_mm256_load_si256(narrow + 1));
+      const __m512i w0 = Weights::weights(unit, pair, 0);
+      const __m512i w1 = Weights::weights(unit, pair, 1);
       unroll<R>([&](auto i) KVIST_LAMBDA {
         const __m512i both = broadcast_bytes4(x.row(i) + 2 * pair);
-        low[set][i] = _mm512_dpwssd_epi32(low[set][i], w0, both);
-        high[set][i] = _mm512_dpwssd_epi32(high[set][i], w1, both);
+        add_pairs(low[set][i], w0, both);
+        add_pairs(high[set][i], w1, both);
       });
     });
     x.advance(kInt8Unit);
-    packed += kUnitBytes;
+    unit += Weights::kBytes;
   }
   unroll<R>([&](auto i) KVIST_LAMBDA {
     unroll<kSets - 1>([&](auto set) KVIST_LAMBDA {
@@ -119,8 +139,10 @@ template <int R>
 }
 
 using Tile = void (*)(const std::int16_t*, std::ptrdiff_t, const std::uint8_t*, int, Ahead<kUnitBytes>, std::int32_t*);
-constexpr Tile kTiles[kTileRows + 1] = {nullptr, tile<1>, tile<2>, tile<3>,  tile<4>,  tile<5>, tile<6>,
-                                        tile<7>, tile<8>, tile<9>, tile<10>, tile<11>, tile<12>};
+template <typename W>
+constexpr Tile kTiles[kTileRows + 1] = {nullptr,     tile<1, W>,  tile<2, W>, tile<3, W>, tile<4, W>,
+                                        tile<5, W>,  tile<6, W>,  tile<7, W>, tile<8, W>, tile<9, W>,
+                                        tile<10, W>, tile<11, W>, tile<12, W>};
 
 struct Kernel {
   static constexpr std::size_t kHeaderBytes = kScalesBytes;
@@ -130,10 +152,20 @@ struct Kernel {
   const float* row_scales;
   const std::int16_t* codes;
   std::ptrdiff_t stride;
+  std::uint8_t* room;  // kWideBytes
+
+  const std::uint8_t* prepare(const std::uint8_t* packed, int units, int tiles) const {
+    if (tiles == 1 || units * Widened::kBytes > static_cast<int>(kWideBytes)) {
+      return packed;
+    }
+    widen(packed, units, room);
+    return room;
+  }
 
   void tile(int height, int row, int units, const std::uint8_t* packed, Ahead<kUnitBytes> ahead,
             std::int32_t* sums) const {
-    kTiles[height](codes + row * stride, stride, packed, units, ahead, sums);
+    const auto& tiles = packed == room ? kTiles<Widened> : kTiles<Packed>;
+    tiles[height](codes + row * stride, stride, packed, units, ahead, sums);
   }
 
   void finish(int panel, const std::uint8_t* data, Range rows, const std::int32_t* sums) const {
@@ -152,9 +184,12 @@ struct Kernel {
 void run(const PackedLinear& linear, const std::uint8_t* activations, int rows, Range panel_range, Range row_range,
          const Epilogue& epilogue, std::uint8_t* scratch) {
   const ActivationLayout layout = activation_layout(linear.shape, rows);
-  const Kernel kernel{linear, epilogue, reinterpret_cast<const float*>(activations),
+  const Kernel kernel{linear,
+                      epilogue,
+                      reinterpret_cast<const float*>(activations),
                       reinterpret_cast<const std::int16_t*>(activations + layout.rows),
-                      static_cast<std::ptrdiff_t>(layout.stride / sizeof(std::int16_t))};
+                      static_cast<std::ptrdiff_t>(layout.stride / sizeof(std::int16_t)),
+                      scratch + kSumsBytes};
   run_panels(kernel, linear, panel_bytes(linear.shape), panel_range, row_range, epilogue,
              reinterpret_cast<std::int32_t*>(scratch));
 }

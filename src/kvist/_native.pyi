@@ -11,6 +11,11 @@ def isa() -> str: ...
 
 def force_isa(name: str) -> None: ...
 
+def self_check(name: str, falsify: str = '') -> str:
+    """
+    Compares an instruction set's kernels with the portable ones: what differs, or nothing. `falsify` changes the results of one part first, for tests.
+    """
+
 class Pool:
     def __init__(self, num_threads: int) -> None: ...
 

@@ -6,7 +6,7 @@ import, so tests and embedding programs may set variables at any time.
     KVIST_MODELS      folder of pulled models; default: <cache>/kvist/models
     XDG_CACHE_HOME    the user's cache folder; default: ~/.cache
     KVIST_ISA         instruction set of the native kernels, for tests and bug reports; read by the extension itself,
-                      at the first kernel; default: the best that the CPU has
+                      at the first kernel; default: the best that the CPU has and that passes its self-check
 
     OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_EXPORTER_OTLP_TRACES_ENDPOINT
                       where spans of requests go; default: nowhere
@@ -100,6 +100,11 @@ def has_otel_endpoint() -> bool:
             f"{read(name)!r}; unset it, or set OTEL_TRACES_EXPORTER=none"
         )
     return True
+
+
+def forced_isa() -> str:
+    """Return the instruction set that is asked for by hand, or nothing; whether it exists the extension says."""
+    return os.environ.get("KVIST_ISA", "")
 
 
 def child_environment(**changes: str) -> dict[str, str]:

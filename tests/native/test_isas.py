@@ -72,3 +72,31 @@ def test_layouts_have_names_of_their_own() -> None:
         _native.force_isa(name)
         names[name] = _native.linear_layout()
     assert len(set(names.values())) == len(names), names
+
+
+@pytest.mark.parametrize("name", _native.isas())
+def test_the_self_check_passes_and_changes_nothing(name: str) -> None:
+    before = _native.isa()
+    assert _native.self_check(name) == ""
+    assert _native.isa() == before
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("linear", "linear int8 with 1 rows: "),
+        ("attention", "attention over raw16, head_dim 64: "),
+        ("codec", "rows of keys in raw16"),
+        ("rowwise", "row-wise work: "),
+    ],
+)
+def test_the_self_check_finds_a_wrong_part(part: str, message: str) -> None:
+    for name in _native.isas()[:-1]:
+        assert _native.self_check(name, falsify=part).startswith(message)
+
+
+def test_the_self_check_refuses_what_does_not_exist() -> None:
+    with pytest.raises(ValueError, match=r"must be one of .*serial, received 'sse9'"):
+        _native.self_check("sse9")
+    with pytest.raises(ValueError, match=r"falsify must be linear, .*, received 'clock'"):
+        _native.self_check("serial", falsify="clock")

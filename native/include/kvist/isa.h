@@ -16,7 +16,10 @@ const std::vector<Isa>& available_isas();
 // The one that runs now: the best, unless KVIST_ISA or force_isa says otherwise.
 Isa current_isa();
 
-// Throws std::invalid_argument for a name that is unknown or cannot run here. Not to be called while a step runs.
+// Throws std::invalid_argument for a name that is unknown or cannot run here.
+Isa find_isa(std::string_view name);
+
+// As find_isa, and makes it the one that runs. Not to be called while a step runs.
 void force_isa(std::string_view name);
 
 }  // namespace kvist

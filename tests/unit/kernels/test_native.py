@@ -7,8 +7,10 @@ import importlib
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -112,6 +114,84 @@ def test_a_wrong_variable_is_a_configuration_error():
     )
     assert result.stdout.startswith("[environment] KVIST_ISA must be one of")
     assert issubclass(ConfigError, Exception)
+
+
+class FakeExtension:
+    """The part of the extension that the choice of an instruction set uses, with sets that fail their check."""
+
+    def __init__(self, wrong):
+        self.wrong = wrong
+        self.checked = []
+        self.forced = []
+
+    def isas(self):
+        return ["avx512", "avx2", "serial"]
+
+    def self_check(self, name):
+        self.checked.append(name)
+        return self.wrong.get(name, "")
+
+    def force_isa(self, name):
+        self.forced.append(name)
+
+
+def test_a_set_that_passes_its_check_is_taken_without_a_word(caplog):
+    extension = FakeExtension({"avx2": "linear int8"})
+    native.leave_wrong_kernels(extension)
+    assert (extension.checked, extension.forced) == (["avx512"], ["avx512"])
+    assert not caplog.records
+
+
+def test_a_set_with_wrong_kernels_is_left_for_the_next_one_with_a_warning(caplog):
+    extension = FakeExtension({"avx512": "linear int8 with 3 rows: 1.5 instead of 2.5"})
+    native.leave_wrong_kernels(extension)
+    assert (extension.checked, extension.forced) == (["avx512", "avx2"], ["avx2"])
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "for avx512 do not compute on this CPU" in record.getMessage()
+    assert "(linear int8 with 3 rows: 1.5 instead of 2.5)" in record.getMessage()
+    assert "falling back to avx2" in record.getMessage()
+    assert "KVIST_ISA=avx512 runs them nevertheless" in record.getMessage()
+
+
+def test_the_portable_kernels_are_what_is_left(caplog):
+    extension = FakeExtension({"avx512": "codec", "avx2": "codec"})
+    native.leave_wrong_kernels(extension)
+    assert (extension.checked, extension.forced) == (["avx512", "avx2"], ["serial"])
+    assert len(caplog.records) == 2
+
+
+def test_the_check_runs_once_in_a_process_and_not_for_a_set_chosen_by_hand(monkeypatch):
+    extension = FakeExtension({"avx512": "codec"})
+    monkeypatch.setattr(native, "_extension", extension)
+    monkeypatch.setattr(native, "_is_chosen", False)
+    monkeypatch.setenv("KVIST_ISA", "avx512")
+    native.extension()
+    assert extension.checked == []
+    monkeypatch.setattr(native, "_is_chosen", False)
+    monkeypatch.delenv("KVIST_ISA")
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: native.extension(), range(50)))
+    assert extension.checked == ["avx512", "avx2"]
+
+
+@needs_extension
+def test_a_broken_table_of_the_real_extension_is_left(caplog):
+    real = native.extension()
+    names, before = real.isas(), real.isa()
+    if len(names) == 1:
+        pytest.skip("this CPU has the portable kernels alone")
+    broken = SimpleNamespace(
+        isas=real.isas,
+        force_isa=real.force_isa,
+        self_check=lambda name: real.self_check(name, "linear" if name == names[0] else ""),
+    )
+    try:
+        native.leave_wrong_kernels(broken)
+        assert real.isa() == names[1]
+        assert "linear int8 with 1 rows" in caplog.text
+    finally:
+        real.force_isa(before)
 
 
 def test_the_module_loads_no_tensor_library():
