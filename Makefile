@@ -21,6 +21,8 @@ CMAKE := PATH="$(abspath $(BIN)):$$PATH" cmake
 CONFIGURE := $(CMAKE) -S . -G Ninja -DPython_EXECUTABLE="$(abspath $(BIN))/python"
 # The build under the sanitizers, and beside it the Python files it is tested with.
 ASAN := build/native-asan
+# The same for instruction sets that the CPU lacks.
+EMULATED := build/native-emulated
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,19 +49,14 @@ test-native-asan: $(VENV)/.installed-test ## run the native tests under AddressS
 		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 		$(BIN)/python -m pytest -p no:cacheprovider --capture=sys tests/native $(ARGS)
 
-# For each set a build of its own, and beside it the Python files it is tested with.
 test-native-emulated: $(VENV)/.installed-test ## run the native tests for AVX-512 and NEON on an x86 CPU without them, through SIMDe
 	@echo '#include <simde/x86/avx512.h>' | $(CXX) -E -x c++ - -o /dev/null || { echo "make: SIMDe is not installed (on Debian: libsimde-dev)" >&2; exit 1; }
-	for isa in avx512 neon; do \
-		folder=build/native-$$isa; set -ex; \
-		$(CONFIGURE) -B $$folder -DKVIST_EMULATE=$$isa; \
-		$(CMAKE) --build $$folder; \
-		rm -rf $$folder/package && mkdir $$folder/package; \
-		cp -rs "$(CURDIR)/src/kvist" $$folder/package; \
-		cp --remove-destination $$folder/_native*.so $$folder/package/kvist; \
-		PYTHONPATH=$$folder/package OMP_NUM_THREADS=1 \
-			$(BIN)/python -m pytest -p no:cacheprovider tests/native -k "not avx2 and not serial" $(ARGS); \
-	done
+	$(CONFIGURE) -B $(EMULATED) "-DKVIST_EMULATE=avx512;neon"
+	$(CMAKE) --build $(EMULATED)
+	rm -rf $(EMULATED)/package && mkdir $(EMULATED)/package
+	cp -rs "$(CURDIR)/src/kvist" $(EMULATED)/package && cp --remove-destination $(EMULATED)/_native*.so $(EMULATED)/package/kvist
+	PYTHONPATH=$(EMULATED)/package OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 -p no:cacheprovider tests/native -k "not avx2 and not serial" $(ARGS)
 
 native: $(VENV)/.native ## build the native kernels into src/kvist, after a change to native/
 

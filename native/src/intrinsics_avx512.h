@@ -10,6 +10,8 @@
 #include <simde/x86/avx512.h>
 
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 
 // What SIMDe 0.7.4 lacks, by its definition in Intel's manual, on the two halves or lane by lane.
 namespace kvist::emulated {
@@ -55,8 +57,24 @@ static inline void mask_storeu_ps(float* to, std::uint16_t mask, __m512 x) {
   }
 }
 
+// The instructions fault where SIMDe does not ask.
+template <typename T>
+static inline T* aligned(T* p) {
+  if (reinterpret_cast<std::uintptr_t>(p) % 64 != 0) {
+    std::fputs("an access of 64 bytes that must be aligned is not\n", stderr);
+    std::abort();
+  }
+  return p;
+}
+
 }  // namespace kvist::emulated
 
+#undef _mm512_load_ps
+#undef _mm512_store_ps
+#undef _mm512_store_si512
+#define _mm512_load_ps(from) simde_mm512_loadu_ps(kvist::emulated::aligned(from))
+#define _mm512_store_ps(to, x) simde_mm512_storeu_ps(kvist::emulated::aligned(to), x)
+#define _mm512_store_si512(to, x) simde_mm512_storeu_si512(kvist::emulated::aligned(to), x)
 #undef _mm512_shuffle_f32x4
 #define _mm512_cvtps_epi32 kvist::emulated::cvtps_epi32
 #define _mm512_cvtepi32_ps kvist::emulated::cvtepi32_ps

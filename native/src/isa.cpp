@@ -18,7 +18,8 @@ std::vector<Isa> probe() {
   std::vector<Isa> found;
 #if defined(KVIST_EMULATES_AVX512)
   found.push_back(Isa::kAvx512);
-#elif defined(KVIST_EMULATES_NEON)
+#endif
+#if defined(KVIST_EMULATES_NEON)
   found.push_back(Isa::kNeon);
 #endif
 #if defined(__x86_64__)

@@ -139,10 +139,15 @@ template <int R, typename Weights>
 }
 
 using Tile = void (*)(const std::int16_t*, std::ptrdiff_t, const std::uint8_t*, int, Ahead<kUnitBytes>, std::int32_t*);
-template <typename W>
-constexpr Tile kTiles[kTileRows + 1] = {nullptr,     tile<1, W>,  tile<2, W>, tile<3, W>, tile<4, W>,
-                                        tile<5, W>,  tile<6, W>,  tile<7, W>, tile<8, W>, tile<9, W>,
-                                        tile<10, W>, tile<11, W>, tile<12, W>};
+constexpr Tile kTiles[kTileRows + 1] = {nullptr,         tile<1, Packed>, tile<2, Packed>,  tile<3, Packed>,
+                                        tile<4, Packed>, tile<5, Packed>, tile<6, Packed>,  tile<7, Packed>,
+                                        tile<8, Packed>, tile<9, Packed>, tile<10, Packed>, tile<11, Packed>,
+                                        tile<12, Packed>};
+// Of several tiles, as equal as can be, none has fewer than half the rows.
+constexpr Tile kWideTiles[kTileRows + 1] = {nullptr,          nullptr,          nullptr,           nullptr,
+                                            nullptr,          nullptr,          tile<6, Widened>,  tile<7, Widened>,
+                                            tile<8, Widened>, tile<9, Widened>, tile<10, Widened>, tile<11, Widened>,
+                                            tile<12, Widened>};
 
 struct Kernel {
   static constexpr std::size_t kHeaderBytes = kScalesBytes;
@@ -164,7 +169,7 @@ struct Kernel {
 
   void tile(int height, int row, int units, const std::uint8_t* packed, Ahead<kUnitBytes> ahead,
             std::int32_t* sums) const {
-    const auto& tiles = packed == room ? kTiles<Widened> : kTiles<Packed>;
+    const auto& tiles = packed == room ? kWideTiles : kTiles;
     tiles[height](codes + row * stride, stride, packed, units, ahead, sums);
   }
 
