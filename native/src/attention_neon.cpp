@@ -79,7 +79,7 @@ void decode_chunk(const KvLayout& layout, const AttentionItem& item, const KvLay
   const std::int64_t head_bytes = static_cast<std::int64_t>(layout.block_size) * layout.row_bytes;
   for (int i = 0; i < count; ++i) {
     const int key = begin + i;
-    const std::uint8_t* const row = layer.base + item.block_ids[key / layout.block_size] * layout.block_stride +
+    const std::uint8_t* const row = layer.base + item.block_offsets[key / layout.block_size] +
                                     item.kv_head * head_bytes +
                                     static_cast<std::int64_t>(key % layout.block_size) * layout.row_bytes;
     const std::uint8_t* const value = row + layout.num_kv_heads * head_bytes;

@@ -307,7 +307,9 @@ void Model::Run::rotate_and_store(Worker& worker, std::size_t index) const {
           rowwise_.rope(queries + head * dim, buffers_.cosines.data() + at, buffers_.sines.data() + at, half);
         }
       }
-      if (kv_turns_keys(layout.codec)) {
+      // Where blocks have several codecs all hold turned keys: any of them can then become another, and queries are the
+      // same for all.
+      if (kv_turns_keys(layout.codec) || offsets != nullptr) {
         for (int head = 0; head < num_rotated; ++head) {
           rowwise_.turn(queries + head * dim, model_.turn_);
         }

@@ -128,13 +128,12 @@ std::vector<float> run_attention(Isa isa, const AttentionShape& shape, const Att
   const std::ptrdiff_t stride = static_cast<std::ptrdiff_t>(shape.num_heads) * shape.layout.head_dim;
   std::vector<float> out(static_cast<std::size_t>(num_rows * stride));
   const AttentionRows rows{queries.data(), stride, out.data(), stride};
-  const KvLayer layer{blocks.data()};
   AttentionPlan plan;
   plan.assign(isa, shape, batch, 2);
   AlignedBuffer<std::uint8_t> scratch;
   scratch.at_least(plan.scratch_bytes() + 1);
   for (int item = 0; item < plan.num_items(); ++item) {
-    plan.run(item, layer, rows, scratch.data());
+    plan.run(item, blocks.data(), 0, rows, scratch.data());
   }
   for (int index = 0; index < plan.num_merges(); ++index) {
     plan.merge(index, rows);
@@ -151,7 +150,8 @@ std::string check_attention(Isa isa, bool falsified) {
   constexpr std::array<std::int32_t, 3> kContextLens = {75, 80, 70};
   constexpr std::array<std::int32_t, 4> kTableStarts = {0, 5, 10, 15};
   constexpr std::array<std::int32_t, 15> kTables = {0, 1, 2, 3, 4, 0, 1, 2, 3, 5, 6, 7, 8, 9, 10};
-  const AttentionBatch batch{3, kQueryStarts.data(), kContextLens.data(), kTableStarts.data(), kTables.data()};
+  const AttentionBatch batch{
+      3, kQueryStarts.data(), kContextLens.data(), kTableStarts.data(), kTables.data(), nullptr, nullptr};
   Values values;
   for (const KvCodec codec : {KvCodec::kRaw16, KvCodec::kInt8}) {
     for (const int head_dim : {64, 72}) {

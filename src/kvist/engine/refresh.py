@@ -18,9 +18,12 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from kvist.cache.hash import unpack
 from kvist.engine.audit import Seal, path_of
 from kvist.errors import EngineError
+from kvist.kernels.kv_rows import turn
 from kvist.sched.output import ScheduledSequence, StepPlan
 from kvist.types import BlockId, RequestId
 
@@ -175,6 +178,8 @@ class Refresher:
             del job.rest[index]
             if is_there:
                 values = job.arena.codec.decode(job.arena.head(index, size))
+                if codec.turns_keys and not job.arena.codec.turns_keys:
+                    values = torch.stack((turn(values[:, 0]), values[:, 1]), dim=1)
                 self._arena.head(block.block_id, size).copy_(codec.encode(values))
                 self._manager.renewed(node)
                 self.num_refreshed += 1
