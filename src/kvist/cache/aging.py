@@ -22,6 +22,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections import Counter
+
     from kvist.cache.block import Block
     from kvist.cache.lease import PrefixLease
     from kvist.cache.pool import BlockPool
@@ -35,14 +37,26 @@ class Aging:
         pool: The blocks.
         budget: Its rule, and whether cached blocks are demoted for room.
         block_size: Tokens per block.
+        num_pins_of: References to a block that are pins, which read nothing; read only.
     """
 
-    __slots__ = ("_block_size", "_lengths", "_levels", "_pool", "_room_level", "_sink_level")
+    __slots__ = (
+        "_block_size",
+        "_lengths",
+        "_levels",
+        "_num_pins_of",
+        "_pool",
+        "_room_level",
+        "_sink_level",
+    )
 
-    def __init__(self, pool: BlockPool, budget: KVBudget, block_size: int) -> None:
+    def __init__(
+        self, pool: BlockPool, budget: KVBudget, block_size: int, num_pins_of: Counter[Block]
+    ) -> None:
         rule = budget.precision
         level_of = {codec: level for level, codec in enumerate(rule.codecs)}
         self._pool = pool
+        self._num_pins_of = num_pins_of
         self._block_size = block_size
         self._lengths = tuple([num_tokens for num_tokens, _ in rule.windows])
         self._levels = (*[level_of[codec] for _, codec in rule.windows], level_of[rule.rest])
@@ -82,11 +96,22 @@ class Aging:
             lease.windows[window] = max(lease.windows[window], first)
         return num_demoted
 
-    def leave(self, lease: PrefixLease) -> None:
-        """Forget a lease; its blocks keep their codecs."""
+    def leave(self, lease: PrefixLease) -> int:
+        """Forget a lease that is about to give its blocks back; return the blocks demoted.
+
+        Those are blocks that it alone kept recent and that others hold as old ones. What nobody else reads stays as it
+        is, as long as there is room.
+        """
         for window, first in enumerate(lease.windows):
             for block in lease.blocks[first:]:
                 block.fresh[window] -= 1
+        num_demoted = 0
+        num_full = lease.num_computed_tokens // self._block_size
+        for index in range(min(lease.windows, default=0), num_full):
+            block = lease.blocks[index]
+            if block.ref_count - self._num_pins_of[block] > 1:
+                num_demoted += self._demote_if_old(block, index)
+        return num_demoted
 
     def demote_coldest(self) -> bool:
         """Make the cached block smaller that was used least recently; return whether there was one to be made so."""

@@ -136,10 +136,12 @@ class CacheManager:
             codecs,
             demotes_first=budget is None or budget.precision.sink == budget.precision.rest,
         )
-        self._aging = None if budget is None else Aging(self._pool, budget, block_size)
         self._max_pinned = int(num_blocks * pin_fraction)
         self._pins: set[Pin] = set()
         self._num_pins_of: Counter[Block] = Counter()
+        self._aging = (
+            None if budget is None else Aging(self._pool, budget, block_size, self._num_pins_of)
+        )
         self._deadlines = Deadlines(clock_ns)
         self._tree = PrefixTree(BlockColumns(len(self._pool.blocks)))
         self._pending = PendingIdentities()
@@ -465,7 +467,7 @@ class CacheManager:
         while lease.in_flight:
             self._memory.end(lease.in_flight.pop())
         if self._aging is not None:
-            self._aging.leave(lease)
+            self._counters.num_demotions_by_age += self._aging.leave(lease)
         for block in lease.blocks:
             if block.duplicate_of is not None:
                 self._tree.remove_duplicate(block)

@@ -71,12 +71,27 @@ def test_of_two_that_disagree_about_the_age_the_better_precision_wins() -> None:
     assert not set(aged) & set(shared)
     assert len(aged) == 10 - 3 - 2
     manager.release(short)
-    assert demoted(manager) == []  # still as they were: nobody has computed anything
-    # The next who holds them as old ones makes them smaller.
-    manager.release(long)
-    again, _ = start(manager, [*range(12), *range(100, 130)])
     assert set(demoted(manager)) == set(shared[1:])
+    # Its own last blocks stay as they are when nobody else reads them.
+    manager.release(long)
+    assert demoted(manager) == []
+    # Until somebody holds them as old ones.
+    again, chain = start(manager, [*range(12), *range(100, 128), *range(200, 208)])
+    compute(manager, again, chain)
+    assert demoted(manager) == again.block_table[8:10]
     manager.release(again)
+    manager.check_invariants()
+
+
+def test_pinned_block_that_nobody_reads_stays_as_it_is() -> None:
+    manager = make_manager(32)
+    lease, chain = start(manager, range(12))
+    compute(manager, lease, chain)
+    manager._max_pinned = 8
+    pin = manager.pin(chain, 12)
+    manager.release(lease)
+    assert demoted(manager) == []
+    manager.unpin(pin)
     manager.check_invariants()
 
 
