@@ -31,13 +31,7 @@ if TYPE_CHECKING:
 @takes_options
 def tune(  # noqa: PLR0913  # one per option
     *,
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            help="UTF-8 file that is scored; default: a short one that Kvist brings",
-            show_default=False,
-        ),
-    ] = None,
+    text: Annotated[Path, typer.Option(help="UTF-8 file that is scored")],
     codecs: Annotated[
         str, typer.Option(help="codecs to measure, separated by commas: raw16, int8, int4, int3")
     ] = "int8,int4,int3",
@@ -76,7 +70,7 @@ def tune(  # noqa: PLR0913  # one per option
             exit_code=EXIT_USAGE,
         )
     shipped = resources.files("kvist.cli").joinpath(SHIPPED_DOCUMENT).read_text(encoding="utf-8")
-    scored = shipped if text is None else _read(text, "--text")
+    scored = _read(text, "--text")
     learnt = shipped if calibration_text is None else _read(calibration_text, "--calibration-text")
     ensure_available(config.model.model)
     from kvist.tune.run import Measurement, measure  # noqa: PLC0415  # torch is slow to import
@@ -93,7 +87,7 @@ def tune(  # noqa: PLR0913  # one per option
     )
     with progress_bar() as on_progress:
         document = measure(measurement, on_progress)
-    document = {"text": "shipped" if text is None else text.name, **document}
+    document = {"text": text.name, **document}
     if as_json:
         print_json(document)
     else:

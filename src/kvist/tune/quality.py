@@ -135,10 +135,10 @@ class Computer(Protocol):
 
 
 class TorchComputer:
-    """Float32 in torch; reads no lossy codec by itself that is not emulated as well.
+    """Torch, with K and V in float32; every lossy codec is emulated.
 
     Args:
-        decoder: The model, in float32.
+        decoder: The model.
     """
 
     reference = "float32"

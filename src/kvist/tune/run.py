@@ -219,7 +219,8 @@ class _Lazy:
                 decoder = load_native_decoder(path, spec, self._weights.kind, pool)
                 self._computer = NativeComputer(decoder)
             else:
-                self._computer = TorchComputer(load_decoder(path, spec, torch.float32))
+                dtype = getattr(torch, self._weights.kind)
+                self._computer = TorchComputer(load_decoder(path, spec, dtype))
         return self._computer
 
 
