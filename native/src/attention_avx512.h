@@ -39,11 +39,17 @@ inline void load_filled_scales(const std::uint8_t* const* rows, int count, int h
 }
 
 // V scales of a chunk, divided by their maximum and multiplied by kWeight15: what a weight is multiplied by before it
-// becomes an integer. Returns what undoes it.
+// becomes an integer. Returns what undoes it: NaN when a scale is, since the integers cannot say so.
 inline float normalise_scales(float* scales, int num_keys) {
   __m512 largest = _mm512_setzero_ps();
+  __m512 all = _mm512_setzero_ps();
   for (int i = 0; i < num_keys; i += kLanes) {
-    largest = _mm512_max_ps(largest, _mm512_load_ps(scales + i));
+    const __m512 scale = _mm512_load_ps(scales + i);
+    largest = _mm512_max_ps(largest, scale);
+    all = _mm512_add_ps(all, scale);
+  }
+  if (_mm512_cmp_ps_mask(all, all, _CMP_UNORD_Q) != 0) {
+    return __builtin_nanf("");
   }
   const float maximum = reduce(largest, Max{});
   const __m512 factor = _mm512_set1_ps(maximum > 0.0F ? static_cast<float>(kWeight15) / maximum : 0.0F);
@@ -53,12 +59,13 @@ inline float normalise_scales(float* scales, int num_keys) {
   return maximum / static_cast<float>(kWeight15);
 }
 
-// 2^x for x <= 126, relative error 3e-6 with degree 4, 1e-7 with degree 5; at or below -126 it is 2^-126.
+// 2^x for x <= 126, relative error 3e-6 with degree 4, 1e-7 with degree 5; at or below -126 it is 2^-126, of NaN it is
+// NaN.
 template <int kDegree>
 inline __m512 exp2(__m512 x) {
   static_assert(kDegree == 4 || kDegree == 5);
   const __m512 magic = _mm512_set1_ps(12582912.0F);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
-  x = _mm512_max_ps(x, _mm512_set1_ps(-126.0F));
+  x = _mm512_max_ps(_mm512_set1_ps(-126.0F), x);     // in this order: where either is NaN the second is the result
   const __m512 shifted = _mm512_add_ps(x, magic);
   const __m512 f = _mm512_sub_ps(x, _mm512_sub_ps(shifted, magic));
   __m512 p;
@@ -109,7 +116,7 @@ inline void apply_softcap(StripChunk& chunk, int num_rows, int num_vectors, cons
     for (int i = 0; i < num_vectors; ++i) {
       float* const score = chunk.scores[r] + kLanes * i;
       const __m512 x = _mm512_mul_ps(_mm512_load_ps(score), doubled);
-      const __m512 e = exp2<5>(_mm512_min_ps(x, _mm512_set1_ps(126.0F)));
+      const __m512 e = exp2<5>(_mm512_min_ps(_mm512_set1_ps(126.0F), x));
       const __m512 t = _mm512_div_ps(_mm512_set1_ps(2.0F), _mm512_add_ps(e, one));
       _mm512_store_ps(score, _mm512_mul_ps(cap, _mm512_sub_ps(one, t)));
     }
@@ -222,7 +229,9 @@ inline void soften(StripState& state, StripChunk& chunk, int num_rows, int num_k
   alignas(64) float ones[kLanes];
   if (softcap > 0.0F) {
     apply_softcap(chunk, num_rows, num_keys / kLanes, factor, softcap);
-    _mm512_store_ps(ones, _mm512_set1_ps(1.0F));
+    const __m512 given = _mm512_load_ps(factor);
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(given, given, _CMP_UNORD_Q);
+    _mm512_store_ps(ones, _mm512_mask_blend_ps(is_nan, _mm512_set1_ps(1.0F), given));
     factor = ones;
   }
   if (masked) {

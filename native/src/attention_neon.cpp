@@ -121,7 +121,7 @@ void decode_chunk(const KvLayout& layout, const AttentionItem& item, const KvLay
     const float cap = softcap * kLog2E;
     for (int i = 0; i < count; ++i) {
       const float doubled = scores[i] * 2.0f / softcap;
-      scores[i] = cap * (1.0f - 2.0f / (exp2(doubled < 126.0f ? doubled : 126.0f) + 1.0f));
+      scores[i] = cap * (1.0f - 2.0f / (exp2(doubled > 126.0f ? 126.0f : doubled) + 1.0f));
     }
   }
   float largest = maximum;

@@ -120,7 +120,7 @@ inline __m512 inverse_of(__m512 x, float numerator) {
   return _mm512_maskz_mov_ps(nonzero, _mm512_div_ps(_mm512_set1_ps(numerator), x));
 }
 
-// Scales of raw16 keys, one for each group; returns the largest value of all.
+// Scales of raw16 keys, one for each group; returns the largest value of all, infinity when there is a NaN.
 float scale_keys(const std::uint8_t* const* rows, int count, int padded, float* scales) {
   float largest = 0.0F;
   for (int group = 0; group * kKvGroup < padded; ++group) {
@@ -132,6 +132,7 @@ float scale_keys(const std::uint8_t* const* rows, int count, int padded, float* 
       }
       const float maximum = largest_bf16(most);
       largest = maximum > largest ? maximum : largest;
+      largest = maximum == maximum ? largest : __builtin_inff();
       scales[group * kChunk + key] = maximum / static_cast<float>(kKeyLimit);
     }
   }
@@ -471,6 +472,8 @@ void run_tile(const AttentionShape& shape, const AttentionItem& item, const KvLa
     } else {
       const float largest = scale_keys(chunk_rows.k, padded_count, padded, b.key_scales);
       tile.in_float = !(largest * error_per_key <= kMaxScoreError);
+      // The integers that weights become cannot say that a key is no finite number; the factor of its chunk can.
+      _mm512_store_ps(float_factor, _mm512_set1_ps(largest < __builtin_inff() ? to_log2 : __builtin_nanf("")));
       if (tile.in_float) {
         pack_keys_float(chunk_rows.k, padded_count, padded, reinterpret_cast<float*>(b.keys));
       } else {

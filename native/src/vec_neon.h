@@ -60,7 +60,7 @@ static KVIST_INLINE float exp(float x) {
 // 2^x for x <= 126, relative error 1e-7; at or below -126 it is 2^-126.
 static KVIST_INLINE float exp2(float x) {
   constexpr float kMagic = 12582912.0f;
-  x = x > -126.0f ? x : -126.0f;
+  x = x < -126.0f ? -126.0f : x;  // a NaN stays one
   const float shifted = x + kMagic;
   const float f = x - (shifted - kMagic);
   float p = 0.001326472731307149f;
