@@ -156,9 +156,10 @@ def _show(document: dict[str, Any]) -> None:  # Any: JSON values
         title_justify="left", box=None,
     )  # fmt: skip
     table.columns[1].justify = table.columns[2].justify = "right"
+    codec = document["kv_cache_dtype"]
     per_token = (
         f"{document['num_layers']} layers x 2 x {document['num_kv_heads']} KV heads x "
-        f"{document['head_dim']} in {document['kv_cache_dtype']}{shared}"
+        f"{document['head_dim']} in {'raw16' if codec == 'mixed' else codec}{shared}"
     )
     rows = (
         ("weights", "weight_bytes", f"{document['parameters']:,} values in {document['weights']}"),
@@ -171,6 +172,10 @@ def _show(document: dict[str, Any]) -> None:  # Any: JSON values
         table.add_row(name, f"{document[key]:,}", _human(document[key]), how)
     console = result_console()
     console.print(table)
+    if codec == "mixed":
+        console.print(
+            "Memory is promised to requests in raw16, as K and V are written; old and cached blocks take less."
+        )
     windowed = document["kv_bytes_per_request_windowed"]
     if windowed < document["kv_bytes_per_request"]:
         console.print(

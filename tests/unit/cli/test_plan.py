@@ -181,3 +181,13 @@ def test_a_name_in_brackets_is_no_markup(tmp_path, monkeypatch):
     result = CliRunner().invoke(app, ["plan", "--model", "[/x]"])
     assert result.exit_code == 0
     assert "[/x]" in result.stdout
+
+
+def test_several_codecs_are_promised_as_they_are_written(kvist):
+    arguments = ("plan", "--model", "llama-2-7b", "--context", "2048", "--concurrency", "8")
+    mixed = kvist(*arguments, "--kv-cache-dtype", "mixed")
+    assert mixed.exit_code == 0
+    assert "in raw16" in " ".join(mixed.stdout.split())
+    assert "promised to requests in raw16" in " ".join(mixed.stdout.split())
+    document = json.loads(kvist(*arguments, "--kv-cache-dtype", "mixed", "--json").stdout)
+    assert document["kv_bytes_per_request"] == 1_073_741_824
