@@ -6,7 +6,7 @@ a shared prefix. Every case is checked against the reference first; alternatives
 implementation. The blocks of consecutive calls are those of consecutive layers, as in a model, so K and V come from
 memory and not from the cache. Prints a table, then one JSON line.
 
-    python benchmarks/attention.py [--repeats N] [--case NAME] [--threads N] [--cpu-time]
+    python -m benchmarks.attention [--repeats N] [--case NAME] [--threads N] [--cpu-time]
 
 On a machine with other work on it, ``--threads 1 --cpu-time`` counts this process's own time only.
 """

@@ -4,7 +4,7 @@ Each repetition is a new request with the same prompt as one served before, so e
 The ceiling is what no implementation of keyed identities can avoid: packing the token ids and hashing each block once.
 Prints a table in microseconds and ends with one JSON line.
 
-    python benchmarks/control_plane.py [--tokens 4096] [--block-size 64] [--repetitions 2000]
+    python -m benchmarks.control_plane [--tokens 4096] [--block-size 64] [--repetitions 2000]
 """
 
 from __future__ import annotations

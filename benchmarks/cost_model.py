@@ -5,7 +5,7 @@ Times steps that only prefill and steps that only decode over a grid of sizes, f
 fitted. Prints each step measured beside its price, and ends with one JSON line that ``kvist replay --cost-model`` takes
 as a file.
 
-    python benchmarks/cost_model.py [--model smollm2-135m] [--threads N] [--repetitions 5] [--max-context 1024]
+    python -m benchmarks.cost_model [--model smollm2-135m] [--threads N] [--repetitions 5] [--max-context 1024]
 """
 
 from __future__ import annotations

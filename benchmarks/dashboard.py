@@ -11,7 +11,7 @@ hold        how long a survey keeps the engine's thread
 
 Ends with one JSON line. With --shots FOLDER it also writes pictures of the page at 390 and 1440 px, light and dark.
 
-    python benchmarks/dashboard.py [--blocks 50000] [--rate 200] [--pairs 6] [--seconds 15] [--shots /tmp/shots]
+    python -m benchmarks.dashboard [--blocks 50000] [--rate 200] [--pairs 6] [--seconds 15] [--shots /tmp/shots]
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ each chat. Beside the chats' hit share stands what it is of their share without 
 
 Prints a table and ends with one JSON line.
 
-    python benchmarks/eviction.py --data DIR [--workloads mooncake,sessions,sweep] [--strategies default,lru,...]
+    python -m benchmarks.eviction --data DIR [--workloads mooncake,sessions,sweep] [--strategies default,lru,...]
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ before it: the sum of prompt + i over the output. Both run the same engine, kern
 Runs are interleaved (on, off, on, on, ...); a run without the cache takes minutes. Prints a table, the ratio of the
 medians, and ends with one JSON line.
 
-    python benchmarks/kv_cache_on_off.py [--prompt-tokens 256] [--output-tokens 256] [--runs-on 5] [--runs-off 1]
+    python -m benchmarks.kv_cache_on_off [--prompt-tokens 256] [--output-tokens 256] [--runs-on 5] [--runs-off 1]
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Times are CPU time of this process, so that what else the machine does is not in them. Prints a table in microseconds
 and ends with one JSON line. To be read against the time of a step, which ``kvist_step_seconds`` tells of a server.
 
-    python benchmarks/monitoring.py [--batch 16] [--repetitions 200]
+    python -m benchmarks.monitoring [--batch 16] [--repetitions 200]
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ without a common beginning, with and without max_tokens. The queue is shorter th
 refused. Samples the server's resident memory every second; drift is the mean of the last tenth after warm-up against
 that of the first tenth. Ends with one JSON line; exit code 1 if there was any error but 429 or the server died.
 
-    python benchmarks/soak.py [--minutes 30] [--clients 64] [--memory-limit-gib 8]
-    python benchmarks/soak.py --minutes 1 --clients 16        # a smoke run
+    python -m benchmarks.soak [--minutes 30] [--clients 64] [--memory-limit-gib 8]
+    python -m benchmarks.soak --minutes 1 --clients 16        # a smoke run
 """
 
 from __future__ import annotations

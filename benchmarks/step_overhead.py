@@ -3,7 +3,7 @@
 One stream, or several, decode greedily through the engine's core, in the thread that steps it. The time of a step less
 the time the native model spent in its phases is the overhead: everything that is not a kernel. Ends with one JSON line.
 
-    python benchmarks/step_overhead.py [--streams 1] [--context 512] [--steps 300]
+    python -m benchmarks.step_overhead [--streams 1] [--context 512] [--steps 300]
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ are stretches of a real book; a share of them begin with one of a few common str
 do. A closed loop of clients sends them in one order, KV memory holds about --fit average requests, and every schedule
 runs once a round, in an order that rotates. Ends with one JSON line.
 
-    python benchmarks/under_pressure.py [--data ../shared/data] [--requests 200] [--max-context 1024] [--rounds 3]
+    python -m benchmarks.under_pressure [--data ../shared/data] [--requests 200] [--max-context 1024] [--rounds 3]
 
 `static` is the baseline: static batching in order of arrival, with the same memory.
 """

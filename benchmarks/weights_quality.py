@@ -4,7 +4,7 @@ Every variant scores the same windows of the text with the kernels that serve re
 over a block arena. The reference is the torch plane in float32, with K and V in float32. The standard error is that of
 the mean difference of the log-probabilities, over positions. Ends with one JSON line.
 
-    python benchmarks/weights_quality.py --text FILE [--variants int8/raw16,int4/raw16,bf16/raw16] [--windows 8]
+    python -m benchmarks.weights_quality --text FILE [--variants int8/raw16,int4/raw16,bf16/raw16] [--windows 8]
 """
 
 from __future__ import annotations
