@@ -74,6 +74,7 @@ NB_MODULE(_native, module) {
   kvist::bind_linear(module);
   kvist::bind_attention(module);
   kvist::bind_kv(module);
+  kvist::bind_sampling(module);
   kvist::bind_model(module);
   kvist::bind_ceiling(module);
 }

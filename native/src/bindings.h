@@ -9,6 +9,7 @@ void bind_linear(nanobind::module_& module);
 void bind_attention(nanobind::module_& module);
 void bind_rowwise(nanobind::module_& module);
 void bind_kv(nanobind::module_& module);
+void bind_sampling(nanobind::module_& module);
 void bind_model(nanobind::module_& module);
 void bind_ceiling(nanobind::module_& module);
 

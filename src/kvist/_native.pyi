@@ -82,6 +82,14 @@ def recode_block(pool: Pool, source: Annotated[NDArray[numpy.uint8], dict(shape=
     Writes the first positions of a block into another one of another codec or the same. Returns how many K or V rows had values beyond the target's range, which were held within it.
     """
 
+def draw_tokens(pool: Pool, logits: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], draws: Sequence[tuple[int, float, float, int, float, float, int, int]]) -> list[int]:
+    """
+    A token for each draw: (row, largest logit, temperature, top_k, top_p, min_p, seed, output_index). The largest logit must be finite and no logit of the row NaN.
+    """
+
+def uniform_draw(seed: int, output_index: int) -> float:
+    """The draw in [0, 1)."""
+
 class Model:
     def __init__(self, shape: dict, ropes: list, layers: list, embedding: object, final_norm: object, head: object) -> None: ...
 

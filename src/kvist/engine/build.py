@@ -11,6 +11,7 @@ import hashlib
 import logging
 import random
 import secrets
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -231,7 +232,7 @@ def _make_guards(
 def make_runner(decoder: Decoder | NativeDecoder, arena: BlockArena | SlabArena) -> Runner:
     """Return the runner of the decoder's plane."""
     if isinstance(decoder, NativeDecoder):
-        return NativeRunner(decoder, arena)
+        return NativeRunner(decoder, arena, partial(native.extension().draw_tokens, decoder.pool))
     assert isinstance(arena, BlockArena), "blocks of several codecs are native"
     return ModelRunner(decoder, arena)
 

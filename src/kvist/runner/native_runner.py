@@ -18,6 +18,7 @@ from kvist.storage.slabs import SlabArena
 
 if TYPE_CHECKING:
     from kvist.model.native_decoder import StepScores
+    from kvist.runner.sampler import DrawTokens
     from kvist.sched.output import SampledToken, StepPlan
     from kvist.storage.arena import BlockArena
     from kvist.types import RequestId
@@ -37,11 +38,18 @@ class NativeRunner:
     Args:
         decoder: The model.
         arena: Its KV blocks, in the machine's memory.
+        draw_all: Carries out the draws of a step; default: numpy.
     """
 
-    def __init__(self, decoder: Decoder, arena: BlockArena | SlabArena) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        arena: BlockArena | SlabArena,
+        draw_all: DrawTokens | None = None,
+    ) -> None:
         self._decoder = decoder
         self._arena = arena
+        self._draw_all = draw_all
 
     def run(self, plan: StepPlan) -> StepResult:
         """Carry out one step and return the tokens it chose.
@@ -81,6 +89,7 @@ class NativeRunner:
             scores.best_logits,
             scores.best_ids,
             [sequence.sample for sequence in sampled if sequence.sample is not None],
+            self._draw_all,
         )
         sample_ns = time.perf_counter_ns() - started_ns
         samples: dict[RequestId, SampledToken] = {}

@@ -20,8 +20,7 @@ Steps 7 to 9 each keep the tokens above some logit, so they are one threshold: t
 equal the threshold are all kept; which of equals a sort puts first means nothing.
 
 Invariants:
-    1. A row's token depends on its logits and its spec alone, bit by bit, whatever else is in the batch: rows are
-       worked on one at a time, except where every row is greedy and plain.
+    1. A row's token depends on its logits and its spec alone, bit by bit, whatever else is in the batch.
     2. The draw is a function of (seed, output_index): preemption, batching and the order of requests change nothing.
     3. Nothing here raises for what a model or a request contains: such a row becomes a ``SampleFailure``.
 """
@@ -30,7 +29,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -51,6 +50,9 @@ _MAX_LOGIT = np.float32(1e30)
 _MIN_TEMPERATURE = 1e-30
 """Float32 divides by nothing smaller without a NaN; already at this one all but the most likely token have weight 0."""
 
+_MAX_TOP_K = 2**31 - 1
+"""More tokens than any vocabulary has."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFailure:
@@ -60,6 +62,30 @@ class SampleFailure:
     """In the form of an error message."""
     is_damage: bool = False
     """Whether the row has no finite numbers, which computing it again may mend."""
+
+
+class Draw(NamedTuple):
+    """Steps 6 to 10 for one row, whose temperature is not 0."""
+
+    row: int
+    largest: float
+    """Of its logits; finite."""
+    temperature: float
+    """At least ``_MIN_TEMPERATURE``."""
+    top_k: int
+    """At most ``_MAX_TOP_K``; 0: all."""
+    top_p: float
+    min_p: float
+    seed: int
+    output_index: int
+
+
+class DrawTokens(Protocol):
+    """Who carries out draws; ``draw_tokens``, or something faster."""
+
+    def __call__(self, rows: NDArray[np.float32], draws: list[Draw]) -> list[int]:
+        """Return a token for each draw, from the (S, V) logits ``rows``."""
+        ...
 
 
 def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[SampledToken | SampleFailure]:
@@ -80,6 +106,7 @@ def sample_rows(
     best_logits: Sequence[float],
     best_ids: Sequence[int],
     specs: Sequence[SampleSpec],
+    draw_all: DrawTokens | None = None,
 ) -> list[SampledToken | SampleFailure]:
     """Return what ``sample`` does, for whoever knows the best token of each row already.
 
@@ -88,23 +115,36 @@ def sample_rows(
         best_logits: The largest logit of each row; NaN when any of the row is.
         best_ids: The first token that has it.
         specs: One per row.
+        draw_all: Carries out the draws; default: ``draw_tokens``.
     """
-    outcomes: list[SampledToken | SampleFailure] = []
+    draw_all = draw_all or draw_tokens
+    outcomes: list[SampledToken | SampleFailure | None] = []
+    draws: list[Draw] = []  # those of rows as they are; adjusted rows are drawn from one at a time
     for index, spec in enumerate(specs):
+        outcome: SampledToken | SampleFailure | None = None
         # A NaN anywhere in a row is its maximum. -inf merely excludes a token, unless it is all there is.
         if not math.isfinite(best_logits[index]):
-            outcomes.append(
-                SampleFailure(
-                    message="[sampler] expected finite logits, received "
-                    f"{best_logits[index]} as the largest of a row; the weights or the KV blocks are damaged",
-                    is_damage=True,
-                )
+            outcome = SampleFailure(
+                message="[sampler] expected finite logits, received "
+                f"{best_logits[index]} as the largest of a row; the weights or the KV blocks are damaged",
+                is_damage=True,
             )
-        elif _is_plain(spec.params):
-            outcomes.append(SampledToken(token_id=TokenId(best_ids[index])))
+        elif _is_adjusted(spec.params):
+            outcome = _sample_adjusted(rows[index], spec, draw_all)
+        elif spec.params.is_greedy:
+            outcome = _sampled(best_ids[index], rows[index], spec)
         else:
-            outcomes.append(_sample_row(rows[index], spec))
-    return outcomes
+            draws.append(_draw_of(index, best_logits[index], spec))
+        outcomes.append(outcome)
+    if draws:
+        for draw, token_id in zip(draws, draw_all(rows, draws), strict=True):
+            outcomes[draw.row] = _sampled(token_id, rows[draw.row], specs[draw.row])
+    return [outcome for outcome in outcomes if outcome is not None]
+
+
+def draw_tokens(rows: NDArray[np.float32], draws: list[Draw]) -> list[int]:
+    """Return a token for each draw, from the (S, V) logits ``rows``: the version to compare others with."""
+    return [_draw(rows[draw.row], draw) for draw in draws]
 
 
 def uniform(seed: int, output_index: int) -> float:
@@ -116,33 +156,48 @@ def uniform(seed: int, output_index: int) -> float:
     return (bits >> 11) * 2.0**-53
 
 
-def _is_plain(params: SamplingParams) -> bool:
-    """Whether the most likely token is all that is asked for."""
-    return (
-        params.is_greedy
-        and params.logprobs is None
-        and not params.logit_bias
-        and not params.needs_history
+def _is_adjusted(params: SamplingParams) -> bool:
+    """Whether anything is added to the logits or taken from them."""
+    return bool(params.logit_bias) or params.needs_history
+
+
+def _sample_adjusted(
+    logits: NDArray[np.float32], spec: SampleSpec, draw_all: DrawTokens
+) -> SampledToken | SampleFailure:
+    params = spec.params
+    touched = (*params.logit_bias, *spec.prompt_token_ids, *spec.output_token_ids)
+    if touched and not 0 <= min(touched) <= max(touched) < len(logits):
+        return SampleFailure(
+            message=f"[sampler] expected token ids of logit_bias and history in [0, {len(logits)}), received "
+            f"{min(touched)} to {max(touched)}"
+        )
+    adjusted = logits.copy()
+    _add_bias(adjusted, params)
+    _penalise(adjusted, spec)
+    best_id = int(adjusted.argmax())
+    if params.is_greedy:
+        return _sampled(best_id, logits, spec)
+    (token_id,) = draw_all(adjusted[None], [_draw_of(0, float(adjusted[best_id]), spec)])
+    return _sampled(token_id, logits, spec)
+
+
+def _draw_of(row: int, largest: float, spec: SampleSpec) -> Draw:
+    params = spec.params
+    return Draw(
+        row,
+        largest,
+        max(params.temperature, _MIN_TEMPERATURE),
+        min(params.top_k, _MAX_TOP_K),
+        params.top_p,
+        params.min_p,
+        spec.seed,
+        spec.output_index,
     )
 
 
-def _sample_row(logits: NDArray[np.float32], spec: SampleSpec) -> SampledToken | SampleFailure:
-    params = spec.params
-    adjusted = logits
-    if params.logit_bias or params.needs_history:
-        touched = (*params.logit_bias, *spec.prompt_token_ids, *spec.output_token_ids)
-        if touched and not 0 <= min(touched) <= max(touched) < len(logits):
-            return SampleFailure(
-                message=f"[sampler] expected token ids of logit_bias and history in [0, {len(logits)}), received "
-                f"{min(touched)} to {max(touched)}"
-            )
-        adjusted = logits.copy()
-        _add_bias(adjusted, params)
-        _penalise(adjusted, spec)
-    token_id = int(adjusted.argmax()) if params.is_greedy else _draw(adjusted, spec)
-    logprobs = None
-    if params.logprobs is not None:
-        logprobs = _logprobs(logits, token_id, params.logprobs)
+def _sampled(token_id: int, logits: NDArray[np.float32], spec: SampleSpec) -> SampledToken:
+    num_top = spec.params.logprobs
+    logprobs = None if num_top is None else _logprobs(logits, token_id, num_top)
     return SampledToken(token_id=TokenId(token_id), logprobs=logprobs)
 
 
@@ -168,24 +223,23 @@ def _penalise(logits: NDArray[np.float32], spec: SampleSpec) -> None:
         logits[produced] -= penalties.astype(np.float32)
 
 
-def _draw(logits: NDArray[np.float32], spec: SampleSpec) -> int:
-    params = spec.params
-    temperature = np.float32(max(params.temperature, _MIN_TEMPERATURE))
+def _draw(logits: NDArray[np.float32], draw: Draw) -> int:
+    temperature = np.float32(draw.temperature)
     # The most likely token has weight 1: the largest logit is subtracted before anything can overflow.
     with np.errstate(over="ignore"):
-        weights = np.exp((logits - logits.max()) / temperature)
+        weights = np.exp((logits - np.float32(draw.largest)) / temperature)
     least = np.float32(0.0)
-    if 0 < params.top_k < len(weights):
-        rank = len(weights) - params.top_k
+    if 0 < draw.top_k < len(weights):
+        rank = len(weights) - draw.top_k
         least = np.partition(weights, rank)[rank]
-    if params.top_p < 1.0:
-        least = max(least, _top_p_weight(weights[weights >= least], params.top_p))
-    least = max(least, np.float32(params.min_p))
+    if draw.top_p < 1.0:
+        least = max(least, _top_p_weight(weights[weights >= least], draw.top_p))
+    least = max(least, np.float32(draw.min_p))
     kept = np.flatnonzero(weights >= least)
     cumulative = np.cumsum(weights[kept], dtype=np.float64)
     total = cumulative[-1]
     # The product may round up to the total, behind which there is no token.
-    target = min(uniform(spec.seed, spec.output_index) * total, np.nextafter(total, 0.0))
+    target = min(uniform(draw.seed, draw.output_index) * total, np.nextafter(total, 0.0))
     return int(kept[np.searchsorted(cumulative, target, side="right")])
 
 
