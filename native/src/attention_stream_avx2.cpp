@@ -8,8 +8,9 @@
 //   int8     vpmaddwd: the row quantised to 15 bits against the codes, D products in D / 16 instructions; the weights
 //            times V's scales in 15 bits, against pairs of keys
 //
-// Memory: every line of K and V once, the next chunk's prefetched; at D = 64 and 3 rows a key takes about 25 cycles of
-// instructions for 132 bytes (int8) or 256 (raw16). Scores and sums are float32, integer sums exact.
+// Memory: every line of K and V once, the next chunk's asked for as this one is read. At D = 64 and 3 rows a key takes some 50
+// (int8) or 65 cycles (raw16) on Zen 3 where it is in cache. From memory about what reading alone takes comes on top,
+// however far ahead lines are asked for (measured; not understood). Scores and sums are float32, integer sums exact.
 
 #include "attention_avx2.h"
 
@@ -19,6 +20,7 @@ namespace {
 constexpr int kQueryLimit = 32767;  // 32767 * 127 * 64 < 2^31
 constexpr int kScorePass = 3;       // rows at a time: 2 sums and a vector of the row each
 constexpr int kAddPass = 6;         // 2 sums each
+constexpr int kLine = 64;
 
 struct Buffers {
   std::int16_t* queries;
@@ -35,6 +37,20 @@ Buffers divide(Scratch& scratch, int head_dim) {
   b.sums = scratch.take<float>(kLanes * width);
   b.positions = scratch.take<std::int32_t>(kLanes);
   return b;
+}
+
+// Rows of the next chunk are asked for a line at a time, while this one is worked on. Asked for at once they fill all
+// buffers of lines, and everything waits until most of them have come. Lines that hold only scales, the end of a row of
+// int8, mostly hold the beginning of the next row as well.
+inline void ask_for(const std::uint8_t* const* next, int key, int offset) {
+  _mm_prefetch(reinterpret_cast<const char*>(next[key] + offset), _MM_HINT_T0);
+}
+
+// The rows of 4 keys, of `num_bytes` of values each.
+inline void ask_for4(const std::uint8_t* const* next, int key, int num_bytes) {
+  for (int offset = 0; offset < num_bytes; offset += kLine) {
+    unroll<4>([&](auto i) __attribute__((always_inline)) { ask_for(next, key + i(), offset); });
+  }
 }
 
 inline __m256i load(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
@@ -65,10 +81,11 @@ inline __m128 sum_of_each4(__m256 ab, __m256 cd) {
 // once for both.
 template <int kRows>
 [[gnu::noinline]] void score_int8(const std::int16_t* queries, const std::uint8_t* const* rows, int count, int head_dim,
-                                  const float* key_scales, float* scores) {
+                                  const float* key_scales, const std::uint8_t* const* next, float* scores) {
   for (int first = 0; first < head_dim; first += kKvGroup, key_scales += kChunk) {
     const int last = head_dim < first + kKvGroup ? head_dim : first + kKvGroup;
     for (int key = 0; key < count; key += 4) {
+      ask_for4(next, key, first == 0 ? head_dim : 0);
       __m256i folded[kRows][2];
       unroll<2>([&](auto half) __attribute__((always_inline)) {
         const std::uint8_t* const one = rows[key + 2 * half()];
@@ -118,8 +135,9 @@ inline void widen(__m256i x, __m256& even, __m256& odd) {
 
 template <int kRows>
 [[gnu::noinline]] void score_raw16(const float* queries, const std::uint8_t* const* rows, int count, int head_dim,
-                                   float* scores) {
+                                   const std::uint8_t* const* next, float* scores) {
   for (int key = 0; key < count; key += 4) {
+    ask_for4(next, key, 2 * head_dim);
     __m256 folded[kRows][2];
     unroll<2>([&](auto half) __attribute__((always_inline)) {
       const std::uint8_t* const one = rows[key + 2 * half()];
@@ -158,8 +176,12 @@ template <int kRows>
 // Adds a chunk's weighted values to the sums of kRows rows, 16 values at a time.
 template <int kRows>
 [[gnu::noinline]] void add_int8(float* all_sums, const std::uint8_t* const* rows, int count, int head_dim,
-                                const float* undo, const StripChunk& chunk, int first_row) {
+                                const float* undo, const StripChunk& chunk, int first_row,
+                                const std::uint8_t* const* next) {
   for (int d = 0; d < head_dim; d += 16) {
+    // Passes take turns with the rows of a pair and their lines: there are as many or more.
+    const int next_row = d / 16 % 2;
+    const int next_offset = d / 32 * kLine < head_dim ? d / 32 * kLine : 0;
     const int group = d / kKvGroup;
     const std::int16_t* const weights = &chunk.weights[group][first_row][0];
     __m256i sums[kRows][2];
@@ -168,6 +190,7 @@ template <int kRows>
       sums[r()][1] = _mm256_setzero_si256();
     });
     for (int key = 0; key < count; key += 2) {
+      ask_for(next, key + next_row, next_offset);
       __m256i low;
       __m256i high;
       pair_codes(rows[key] + d, rows[key + 1] + d, low, high);
@@ -194,7 +217,7 @@ template <int kRows>
 // The same from bfloat16, 16 * kBlocks values at a time: enough sums to hide the latency of an FMA.
 template <int kRows, int kBlocks>
 inline void add_raw16_blocks(float* all_sums, const std::uint8_t* const* rows, int count, int head_dim, int d,
-                             const StripChunk& chunk, int first_row) {
+                             const StripChunk& chunk, int first_row, const std::uint8_t* const* next) {
   __m256 sums[kRows][2 * kBlocks];
   unroll<kRows>([&](auto r) __attribute__((always_inline)) {
     const __m256 shrink = _mm256_set1_ps(chunk.old_factor[first_row + r()]);
@@ -204,6 +227,7 @@ inline void add_raw16_blocks(float* all_sums, const std::uint8_t* const* rows, i
   });
   const float* const weights = &chunk.scores[first_row][0];
   for (int key = 0; key < count; ++key) {
+    ask_for(next, key, 2 * d);
     unroll<kBlocks>([&](auto i) __attribute__((always_inline)) {
       __m256 even;
       __m256 odd;
@@ -226,14 +250,14 @@ inline void add_raw16_blocks(float* all_sums, const std::uint8_t* const* rows, i
 
 template <int kRows>
 [[gnu::noinline]] void add_raw16(float* all_sums, const std::uint8_t* const* rows, int count, int head_dim,
-                                 const StripChunk& chunk, int first_row) {
+                                 const StripChunk& chunk, int first_row, const std::uint8_t* const* next) {
   constexpr int kBlocks = kRows <= 3 ? 2 : 1;
   int d = 0;
   for (; d + 16 * kBlocks <= head_dim; d += 16 * kBlocks) {
-    add_raw16_blocks<kRows, kBlocks>(all_sums, rows, count, head_dim, d, chunk, first_row);
+    add_raw16_blocks<kRows, kBlocks>(all_sums, rows, count, head_dim, d, chunk, first_row, next);
   }
   if (d < head_dim) {
-    add_raw16_blocks<kRows, 1>(all_sums, rows, count, head_dim, d, chunk, first_row);
+    add_raw16_blocks<kRows, 1>(all_sums, rows, count, head_dim, d, chunk, first_row, next);
   }
 }
 
@@ -316,7 +340,7 @@ void attention_stream_avx2(const AttentionShape& shape, const AttentionItem& ite
   alignas(32) float value_factors[kMaxGroups * kChunk];
   float undo[kMaxGroups] = {};
   StripChunk chunk;
-  ChunkRows located[2];
+  ChunkRows located[2] = {};
   const auto chunk_end = [&](int begin) { return begin + kChunk < item.key_end ? begin + kChunk : item.key_end; };
   locate_rows<false>(layout, item, layer, item.key_begin, chunk_end(item.key_begin), located[0]);
   int current = 0;
@@ -326,9 +350,10 @@ void attention_stream_avx2(const AttentionShape& shape, const AttentionItem& ite
     const ChunkRows& here = located[current];
     const int next_begin = begin + kChunk;
     if (next_begin < item.key_end) {
-      ChunkRows& next = located[current ^ 1];
-      locate_rows<true>(layout, item, layer, next_begin, chunk_end(next_begin), next);
+      locate_rows<false>(layout, item, layer, next_begin, chunk_end(next_begin), located[current ^ 1]);
     }
+    // After the last chunk those of an earlier one, which costs nothing.
+    const ChunkRows& next = located[current ^ 1];
     const Seen seen = see(b.positions, num_rows, shape.window, begin, count, chunk);
     if (seen.last <= seen.first) {
       continue;
@@ -340,12 +365,12 @@ void attention_stream_avx2(const AttentionShape& shape, const AttentionItem& ite
         undo[g] = normalise_scales(value_factors + g * kChunk, padded_count);
       }
       for_passes<kScorePass>(num_rows, [&](auto pass, int first) {
-        score_int8<pass()>(b.queries + first * head_dim, here.k, padded_count, head_dim, key_scales,
+        score_int8<pass()>(b.queries + first * head_dim, here.k, padded_count, head_dim, key_scales, next.k,
                            &chunk.scores[first][0]);
       });
     } else {
       for_passes<kScorePass>(num_rows, [&](auto pass, int first) {
-        score_raw16<pass()>(b.float_queries + first * head_dim, here.k, padded_count, head_dim,
+        score_raw16<pass()>(b.float_queries + first * head_dim, here.k, padded_count, head_dim, next.k,
                             &chunk.scores[first][0]);
       });
     }
@@ -367,7 +392,7 @@ void attention_stream_avx2(const AttentionShape& shape, const AttentionItem& ite
                                                 num_groups);
       }
       for_passes<kAddPass>(num_rows, [&](auto pass, int first) {
-        add_int8<pass()>(b.sums + first * head_dim, here.v, count, head_dim, undo, chunk, first);
+        add_int8<pass()>(b.sums + first * head_dim, here.v, count, head_dim, undo, chunk, first, next.v);
       });
     } else {
       if (masked) {
@@ -376,7 +401,7 @@ void attention_stream_avx2(const AttentionShape& shape, const AttentionItem& ite
         softmax_chunk<Weights::kFloat, false>(state, chunk, num_rows, vectors, chunk_factor, nullptr, 1);
       }
       for_passes<kAddPass>(num_rows, [&](auto pass, int first) {
-        add_raw16<pass()>(b.sums + first * head_dim, here.v, count, head_dim, chunk, first);
+        add_raw16<pass()>(b.sums + first * head_dim, here.v, count, head_dim, chunk, first, next.v);
       });
     }
   }
