@@ -20,17 +20,18 @@ from __future__ import annotations
 
 import sys
 from array import array
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from blake3 import blake3
 
 from kvist.errors import ConfigError, RequestError
-from kvist.types import BlockHash, TokenId
+from kvist.types import BlockHash
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvist.cache.namespaces import Namespace
+    from kvist.types import TokenId
 
 SCHEMA_VERSION = 1
 """Changes whenever the hashed message changes; identities of different versions never meet."""
@@ -215,4 +216,4 @@ def unpack(tokens: bytes) -> tuple[TokenId, ...]:
     ids = array("I", tokens)
     if sys.byteorder == "big":  # pragma: no cover - as above
         ids.byteswap()
-    return tuple(map(TokenId, ids))
+    return cast("tuple[TokenId, ...]", tuple(ids))
