@@ -424,8 +424,8 @@ def show(run: dict[str, Any], *, as_json: bool) -> None:
     print(
         f"round {run['round']} {run['schedule']:9} makespan {run['makespan_s']:7.1f} s, "
         f"goodput {run['goodput_rps']:.3f}/s, TTFT p95 all {run['ttft_s']['p95']:6.1f} "
-        f"short {run['ttft_short_s']['p95']:6.1f} long {run['ttft_long_s']['p95']:6.1f} s, hits {run['hit_share']:.1%}, "
-        f"computed {run['computed_tokens']}, preempted {run['preemptions']}",
+        f"short {run['ttft_short_s']['p95']:6.1f} long {run['ttft_long_s']['p95']:6.1f} s, "
+        f"hits {run['hit_share']:.1%}, computed {run['computed_tokens']}, preempted {run['preemptions']}",
         flush=True,
     )
 

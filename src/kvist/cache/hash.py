@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from functools import lru_cache
 from typing import TYPE_CHECKING, cast
 
 from blake3 import blake3
@@ -54,6 +55,14 @@ def _field(value: bytes) -> bytes:
     return len(value).to_bytes(8, "little") + value
 
 
+@lru_cache(maxsize=1024)
+def _root(key: bytes, namespace: Namespace) -> BlockHash:
+    # Every request asks for it, and few namespaces are in use at a time.
+    fields = (namespace.model, namespace.adapter, namespace.tenant, namespace.layout)
+    message = _ROOT_TAG + b"".join(_field(value.encode()) for value in fields)
+    return BlockHash(blake3(message, key=key).digest())
+
+
 class BlockHasher:
     """Computes identities under one secret key. Immutable; any thread.
 
@@ -75,9 +84,7 @@ class BlockHasher:
 
     def root(self, namespace: Namespace) -> BlockHash:
         """Return the identity of the empty prefix of a namespace."""
-        fields = (namespace.model, namespace.adapter, namespace.tenant, namespace.layout)
-        message = _ROOT_TAG + b"".join(_field(value.encode()) for value in fields)
-        return BlockHash(blake3(message, key=self._key).digest())
+        return _root(self._key, namespace)
 
     def child(self, parent: BlockHash, tokens: bytes) -> BlockHash:
         """Return the identity of the block that follows a prefix.
