@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.property.test_sched_traces import Call, CallMaker, add_call, answers, check_books, live
+from tests.property.test_sched_traces import Call, CallMaker, add_call, answers, check_books
 from tests.support.sched_trace import VOCAB_SIZE, Trace
 
 from kvist.errors import EngineOverloaded
@@ -166,7 +166,7 @@ def run_against_failures(
     waited: dict[str, int] = {}
 
     def disturb() -> None:
-        if generator.random() < 0.02 and (names := live(trace)):
+        if generator.random() < 0.02 and (names := list(trace.scheduler._requests)):
             trace.finish(generator.choice(names))
         if generator.random() < 0.02 and (running := trace.scheduler._running.requests):
             trace.scheduler.preempt(generator.choice(running).request_id)
@@ -188,7 +188,7 @@ def run_against_failures(
                 trace.step(before_run=disturb, before_apply=disturb)
         if num_added % 50 == 0:
             trace.scheduler.snapshot()
-        for name in live(trace):
+        for name in trace.scheduler._requests:
             waited[name] = waited.get(name, 0) + 1
     trace.step()
     trace.check_answers()
@@ -215,6 +215,7 @@ def test_requests_survive_allocations_that_fail(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("schedule", ALL)
 def test_ten_thousand_requests_survive_allocations_that_fail(
     schedule: str, monkeypatch: pytest.MonkeyPatch

@@ -20,17 +20,19 @@ from __future__ import annotations
 
 import sys
 from array import array
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, cast
 
 from blake3 import blake3
 
 from kvist.errors import ConfigError, RequestError
-from kvist.types import BlockHash, TokenId
+from kvist.types import BlockHash
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvist.cache.namespaces import Namespace
+    from kvist.types import TokenId
 
 SCHEMA_VERSION = 1
 """Changes whenever the hashed message changes; identities of different versions never meet."""
@@ -51,6 +53,14 @@ _BLOCK_HEAD = _BLOCK_TAG + _DIGEST_BYTES.to_bytes(8, "little")
 
 def _field(value: bytes) -> bytes:
     return len(value).to_bytes(8, "little") + value
+
+
+@lru_cache(maxsize=1024)
+def _root(key: bytes, namespace: Namespace) -> BlockHash:
+    # Every request asks for it, and few namespaces are in use at a time.
+    fields = (namespace.model, namespace.adapter, namespace.tenant, namespace.layout)
+    message = _ROOT_TAG + b"".join(_field(value.encode()) for value in fields)
+    return BlockHash(blake3(message, key=key).digest())
 
 
 class BlockHasher:
@@ -74,9 +84,7 @@ class BlockHasher:
 
     def root(self, namespace: Namespace) -> BlockHash:
         """Return the identity of the empty prefix of a namespace."""
-        fields = (namespace.model, namespace.adapter, namespace.tenant, namespace.layout)
-        message = _ROOT_TAG + b"".join(_field(value.encode()) for value in fields)
-        return BlockHash(blake3(message, key=self._key).digest())
+        return _root(self._key, namespace)
 
     def child(self, parent: BlockHash, tokens: bytes) -> BlockHash:
         """Return the identity of the block that follows a prefix.
@@ -215,4 +223,4 @@ def unpack(tokens: bytes) -> tuple[TokenId, ...]:
     ids = array("I", tokens)
     if sys.byteorder == "big":  # pragma: no cover - as above
         ids.byteswap()
-    return tuple(map(TokenId, ids))
+    return cast("tuple[TokenId, ...]", tuple(ids))

@@ -143,7 +143,7 @@ class CacheManager:
             None if budget is None else Aging(self._pool, budget, block_size, self._num_pins_of)
         )
         self._deadlines = Deadlines(clock_ns)
-        self._tree = PrefixTree(BlockColumns(len(self._pool.blocks)))
+        self._tree = PrefixTree(BlockColumns(len(self._pool.blocks), clock_ns))
         self._pending = PendingIdentities()
         self._memory = PromptMemory(max_ghosts, clock_ns)
         self._counters = Counters()
@@ -797,9 +797,8 @@ class CacheManager:
         allocate, tenant = pool.allocate, lease.tenant
         blocks, block_table = lease.blocks, lease.block_table
         for _ in range(num_new):
-            while not pool.has_room:
+            while (block := allocate(tenant)) is None:
                 self._make_room()
-            block = allocate(tenant)
             if self._aging is not None:
                 self._aging.add(block)
             blocks.append(block)
@@ -811,10 +810,7 @@ class CacheManager:
         """Gain memory: at the cost of some precision where that is allowed, else of a cached block."""
         if self._aging is not None and self._aging.demote_coldest():
             self._counters.num_demotions_for_room += 1
-        else:
-            self._evict()
-
-    def _evict(self) -> None:
+            return
         block = self._pool.evict()
         assert block.node is not None
         if block.node.has_expired:
@@ -884,6 +880,8 @@ class CacheManager:
         while lease.num_sealed < num_full:
             if not self._publish_block(lease, chain):
                 return
+            if lease.num_sealed < num_full and lease.tip is not None and not lease.tip.keys:
+                self._publish_run(lease, chain, num_full)
         if num_head_tokens:
             tokens = chain.block_tokens(num_full)[: num_head_tokens * TOKEN_BYTES]
             self._publish_head(lease, chain, tokens)
@@ -898,7 +896,6 @@ class CacheManager:
         if node is None:
             if lease.open_node is None:
                 node = self._tree.add(parent, block, tokens, block_hash)
-                self._tree.columns.begin(node, self._deadlines.now_ns())
                 if len(parent.ordered) > 1:
                     self._drop_superseded_by(node)
             else:
@@ -929,6 +926,22 @@ class CacheManager:
         lease.num_sealed += 1
         return True
 
+    def _publish_run(self, lease: PrefixLease, chain: TokenChain, end: int) -> None:
+        """Publish the blocks up to ``end`` below a tip that has no children: each is new and an only child."""
+        start = lease.num_sealed
+        parent = lease.tip
+        assert parent is not None
+        hashes = chain.block_hashes(start, end)
+        for index, block_hash in enumerate(hashes, start):
+            tokens = chain.block_tokens(index)
+            node = self._tree.add(parent, lease.blocks[index], tokens, block_hash)
+            node.num_continuations = lease.num_continuations
+            node.entry = self._remember(lease, node)
+            self._seal(node)
+            lease.tip = parent = node
+            lease.num_sealed += 1
+            self._counters.num_published_blocks += 1
+
     def _remember(self, lease: PrefixLease, node: Node) -> Entry:
         """Return the memory's entry of a block that has just been published."""
         begun = lease.in_flight.popleft() if lease.in_flight else None
@@ -946,7 +959,6 @@ class CacheManager:
         if lease.open_node is None:
             parent = lease.tip or self._tree.root(chain.namespace)
             lease.open_node = self._tree.open(parent, lease.blocks[lease.num_sealed], tokens)
-            self._tree.columns.begin(lease.open_node, self._deadlines.now_ns())
         elif lease.open_node.tokens != tokens:
             self._tree.grow(lease.open_node, tokens)
         self._drop_superseded_by(lease.open_node)

@@ -116,11 +116,6 @@ class BlockPool:
         return self.capacity // self.sizes[0]
 
     @property
-    def has_room(self) -> bool:
-        """Whether a block can be allocated without giving up another one."""
-        return self.num_used + self.sizes[0] <= self.capacity
-
-    @property
     def num_free(self) -> int:
         """Blocks that could be allocated without giving up another one."""
         return (self.capacity - self.num_used) // self.sizes[0]
@@ -141,17 +136,20 @@ class BlockPool:
         """Blocks that can be promised to someone."""
         return self.num_available_units // self.sizes[0]
 
-    def allocate(self, tenant: str) -> Block:
-        """Take a free block and hold it. There must be room for one (``num_free``)."""
+    def allocate(self, tenant: str) -> Block | None:
+        """Take a free block and hold it; None: another one has to be given up first (``num_free``)."""
+        size = self.sizes[0]
+        if self.num_used + size > self.capacity:
+            return None
         block = self._free.pop()
         block.ref_count = 1
         block.level = 0
-        block.size = self.sizes[0]
+        block.size = size
         self._num_by_level[0] += 1
-        self.num_used += block.size
+        self.num_used += size
         partition = self._only if self._is_single else self.partitions.of(tenant)
         block.partition = partition
-        partition.num_used += block.size
+        partition.num_used += size
         if not self._is_single:
             self.partitions.rank(partition)
         if self._memory_ops is not None:

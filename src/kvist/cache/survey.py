@@ -11,6 +11,7 @@ a node comes, grows, moves or goes, ``manager`` when it is used. Engine thread o
 
 from __future__ import annotations
 
+import time
 from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 from kvist.cache.hash import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvist.cache.block import Block
     from kvist.cache.namespaces import Namespace
@@ -58,9 +59,11 @@ class BlockColumns:
 
     Args:
         num_blocks: Blocks in the pool, whose ids are in [0, num_blocks).
+        clock_ns: Monotonic clock in nanoseconds.
     """
 
     __slots__ = (
+        "_clock_ns",
         "computed_ns",
         "num_hits",
         "num_tokens",
@@ -70,7 +73,8 @@ class BlockColumns:
         "used_ns",
     )
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
+        self._clock_ns = clock_ns
         zeros = bytes(8 * num_blocks)
         self.numbers = array("q", zeros)
         self.parents = array("q", zeros)
@@ -81,18 +85,14 @@ class BlockColumns:
         self.used_ns = array("q", zeros)
 
     def enter(self, node: Node, parent: Node) -> None:
-        """Describe a node that has just come; ``begin`` tells when."""
+        """Describe a node that has just come."""
         block_id = node.block.block_id
         self.numbers[block_id] = node.number
         self.parents[block_id] = parent.number
         self.num_tokens[block_id] = len(node.tokens) // TOKEN_BYTES
         self.tokens[block_id] = node.tokens
         self.num_hits[block_id] = 0
-
-    def begin(self, node: Node, now_ns: int) -> None:
-        """Note when a node came."""
-        block_id = node.block.block_id
-        self.computed_ns[block_id] = self.used_ns[block_id] = now_ns
+        self.computed_ns[block_id] = self.used_ns[block_id] = self._clock_ns()
 
     def grow(self, node: Node) -> None:
         """Note that a node has got more tokens."""

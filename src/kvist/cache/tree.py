@@ -25,6 +25,7 @@ alike, as chat templates make them do.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, bisect_right
 from typing import TYPE_CHECKING
 
@@ -144,12 +145,12 @@ class PrefixTree:
         columns: Kept up to date with what stands in the tree.
     """
 
-    __slots__ = ("_next_number", "columns", "num_replacements", "roots")
+    __slots__ = ("_numbers", "columns", "num_replacements", "roots")
 
     def __init__(self, columns: BlockColumns) -> None:
         self.columns = columns
         """What is in the tree, by block."""
-        self._next_number = 1
+        self._numbers = itertools.count(1)
         self.roots: dict[Namespace, Node] = {}
         """Keyed by the namespace itself, so no collision can join two of them."""
         self.num_replacements = 0
@@ -160,7 +161,7 @@ class PrefixTree:
         root = self.roots.get(namespace)
         if root is None:
             root = self.roots[namespace] = Node(namespace, None, Block(_NO_BLOCK), b"")
-            self._number(root)
+            root.number = next(self._numbers)
         return root
 
     def open(self, parent: Node, block: Block, tokens: bytes) -> Node:
@@ -169,7 +170,8 @@ class PrefixTree:
         node.is_open = True
         block.node = node
         self._insert(node)
-        self._enter(node, parent)
+        node.number = next(self._numbers)
+        self.columns.enter(node, parent)
         return node
 
     def grow(self, node: Node, tokens: bytes) -> None:
@@ -192,9 +194,10 @@ class PrefixTree:
             parent.keys.append(tokens)
             parent.ordered.append(node)
             parent.num_changes += 1
-        self._enter(node, parent)
         node.block_hash = block_hash
         parent.children[block_hash] = node
+        node.number = next(self._numbers)
+        self.columns.enter(node, parent)
         return node
 
     def publish(self, node: Node, block_hash: BlockHash) -> None:
@@ -301,14 +304,6 @@ class PrefixTree:
             stack.extend(node.ordered)
             if node.parent is not None:
                 yield node
-
-    def _number(self, node: Node) -> None:
-        node.number = self._next_number
-        self._next_number += 1
-
-    def _enter(self, node: Node, parent: Node) -> None:
-        self._number(node)
-        self.columns.enter(node, parent)
 
     def _insert(self, node: Node) -> None:
         assert node.parent is not None

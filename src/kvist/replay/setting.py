@@ -60,6 +60,8 @@ class Setting:
             block_size=self.block_size,
             hasher=BlockHasher(bytes(KEY_BYTES)),
             eviction=self.eviction,
+            # Nobody asks a replay why a prompt was missed, so nothing is remembered of what left the cache.
+            max_ghosts=0,
         )
 
     def make_scheduler(self, manager: CacheManager, clock: Callable[[], int]) -> Scheduler:

@@ -6,7 +6,8 @@ resume before them.
 
     fcfs      order of arrival; nothing passes a request that does not fit the memory
     shortest  least prefill that the cache does not save first
-    prefix    longest prefix in the cache first, so that requests which share one run together, deepest first
+    prefix    longest prefix in the cache first, so that requests which share one run together, deepest first; of equal
+              ones, least prefill first
     fair      the namespace that got the fewest tokens computed first; inside it, order of arrival
     static    order of arrival, in batches: the next one starts when the last request of the previous one has ended.
               The baseline that servers without continuous batching set; as large a batch as the memory holds
@@ -123,14 +124,17 @@ class Prefix(_OneLane):
 
     Of requests whose common prefix nobody has computed, one starts and the scheduler sets the others aside until its
     blocks are there; from then on theirs is the longest prefix, and they go before everybody who shares less.
+
+    Most that wait at a time share nothing that is cached. In order of arrival, short ones among them would stand behind
+    long ones as under ``fcfs``, and each of these would push out what others are about to share.
     """
 
     name = "prefix"
     is_cache_aware = True
 
     def key(self, request: Request) -> tuple[int, ...]:
-        """Return the tokens that the cache holds, most first."""
-        return (-request.num_expected_hit_tokens,)
+        """Return the tokens that the cache holds, most first, and the prompt tokens to be computed."""
+        return (-request.num_expected_hit_tokens, request.num_expected_prefill_tokens)
 
 
 class Fair(_OneLane):

@@ -45,7 +45,7 @@ def start_order(schedule: str, **options: int) -> str:
 
 @pytest.mark.parametrize(
     ("schedule", "order"),
-    [("fcfs", "lsw"), ("shortest", "swl"), ("prefix", "wls"), ("fair", "lsw"), ("static", "lsw")],
+    [("fcfs", "lsw"), ("shortest", "swl"), ("prefix", "wsl"), ("fair", "lsw"), ("static", "lsw")],
 )
 def test_each_policy_has_its_order(schedule: str, order: str) -> None:
     assert start_order(schedule) == order
