@@ -217,6 +217,9 @@ class PromptMemory:
         return entry
 
     def _add_ghost(self, entry: Entry) -> None:
+        if not self.max_ghosts:
+            self._remove(entry)
+            return
         self.ghosts[entry] = None
         if len(self.ghosts) > self.max_ghosts:
             self._remove(self.ghosts.popitem(last=False)[0])
