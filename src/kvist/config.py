@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvist.errors import ConfigError
-from kvist.precision import MIXED
+from kvist.precision import PRESETS
 from kvist.spec import CODEC_BITS, DTYPE_BYTES, WEIGHT_BITS
 from kvist.typecheck import mismatch
 
@@ -77,12 +77,19 @@ class CacheConfig:
     block_size: int = option(64, "tokens per block")
     kv_cache_dtype: str = option(
         "auto",
-        f"codec of KV blocks; mixed: by their age, as --kv-precision {MIXED}",
-        choices=("auto", *CODEC_BITS, "mixed"),
+        "codec of KV blocks; int4 and int3: of all complete blocks but a sequence's first; mixed: by their age, as "
+        f"--kv-precision {PRESETS['mixed']}",
+        choices=("auto", *CODEC_BITS, *PRESETS),
     )
     kv_precision: str | None = option(
         None,
-        "codec of KV blocks by age: sink=CODEC,recent:TOKENS=CODEC,...,rest=CODEC; implies --kv-cache-dtype mixed",
+        "codec of KV blocks by age: sink=CODEC,recent:TOKENS=CODEC,...,rest=CODEC, out of raw16, int8, int4 and int3; "
+        "implies --kv-cache-dtype mixed",
+    )
+    kv_transforms: str = option(
+        "auto",
+        "what int4 and int3 know of the model: a file that kvist tune made; none: nothing; auto: what is kept of it, "
+        "or made at this start, in some seconds",
     )
     demote_before_evict: str = option(
         "auto",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from kvist.errors import ConfigError
 from kvist.kernels import native
 from kvist.model.spec_readers import read_spec
-from kvist.precision import MIXED, KVPrecision
+from kvist.precision import PRESETS, KVPrecision
 from kvist.spec import (
     DTYPE_BYTES,
     GIB,
@@ -436,11 +436,11 @@ def block_bytes_by_codec(kv_spec: KVSpec, precision: KVPrecision) -> dict[str, i
 def _precision(cache: CacheConfig) -> KVPrecision | None:
     """Return the rule by which blocks change their codec; None: they do not."""
     text = cache.kv_precision
-    if text is None and cache.kv_cache_dtype != "mixed":
+    if text is None and cache.kv_cache_dtype not in PRESETS:
         if cache.demote_before_evict == "on":
             raise ConfigError(
                 "[plan] --demote-before-evict on needs a smaller codec to demote blocks to; "
-                "set --kv-cache-dtype mixed or --kv-precision"
+                f"set --kv-cache-dtype to {', '.join(PRESETS)}, or --kv-precision"
             )
         return None
     if text is not None and cache.kv_cache_dtype not in {"auto", "mixed"}:
@@ -448,7 +448,7 @@ def _precision(cache: CacheConfig) -> KVPrecision | None:
             f"[plan] --kv-cache-dtype {cache.kv_cache_dtype} keeps all blocks in one codec and --kv-precision {text} "
             "does not; give one of them"
         )
-    return KVPrecision.parse(MIXED if text is None else text)
+    return KVPrecision.parse(PRESETS[cache.kv_cache_dtype] if text is None else text)
 
 
 def _kv_spec(spec: ModelSpec, codec: str, block_size: int) -> KVSpec:
@@ -457,7 +457,7 @@ def _kv_spec(spec: ModelSpec, codec: str, block_size: int) -> KVSpec:
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         block_size=block_size,
-        codec="raw16" if codec in {"auto", "mixed"} else codec,
+        codec="raw16" if codec in {"auto", *PRESETS} else codec,
     )
 
 

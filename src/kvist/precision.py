@@ -12,17 +12,28 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from kvist.errors import ConfigError
+from kvist.spec import SPAN_CODEC_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-LADDER = ("raw16", "int8")
+LADDER = ("raw16", "int8", "int4", "int3")
 """Codecs that a block can pass through, from the largest to the smallest."""
-MIXED = "sink=raw16,recent:256=raw16,rest=int8"
-"""What ``--kv-cache-dtype mixed`` stands for."""
+SINK = "int8"
+"""Of the first block of a sequence where others come to be in a codec of whole spans, unless the rule says otherwise:
+those codecs cannot take it, since its first key is unlike any other."""
+PRESETS: Mapping[str, str] = MappingProxyType(
+    {
+        "int4": f"sink={SINK},recent:1=raw16,rest=int4",
+        "int3": f"sink={SINK},recent:1=raw16,rest=int3",
+        "mixed": "sink=raw16,recent:256=raw16,recent:4096=int8,rest=int4",
+    }
+)
+"""What ``--kv-cache-dtype`` stands for where it means more than one codec. ``recent:1`` is the block being written."""
 
 _WINDOW = re.compile(r"recent:([0-9]{1,9})")
 
@@ -52,6 +63,11 @@ class KVPrecision:
                 f"[precision] expected one window or more, each longer than the one before, received {self}; "
                 "change --kv-precision"
             )
+        if self.sink in SPAN_CODEC_BITS:
+            raise ConfigError(
+                f"[precision] the sink, a sequence's first block, cannot be {self.sink}, whose scales its first key "
+                f"would spoil, received {self}; change it to raw16 or int8 in --kv-precision"
+            )
         levels = [LADDER.index(codec) for codec in codecs]
         if levels[0] != 0 or levels != sorted(levels):
             raise ConfigError(
@@ -61,7 +77,9 @@ class KVPrecision:
 
     @classmethod
     def parse(cls, text: str) -> KVPrecision:
-        """Read ``sink=CODEC,recent:TOKENS=CODEC,...,rest=CODEC``; ``sink`` may be left out: it is then as all others.
+        """Read ``sink=CODEC,recent:TOKENS=CODEC,...,rest=CODEC``.
+
+        ``sink`` may be left out: it is then as the rest, or ``SINK`` where that is a codec that cannot be a sink.
 
         Raises:
             ConfigError: It is not written like that, or the rule is not one.
@@ -85,9 +103,12 @@ class KVPrecision:
                 )
         if rest is None:
             raise ConfigError(
-                f"[precision] expected a codec for the rest, as in '{MIXED}', received {text!r}; change --kv-precision"
+                f"[precision] expected a codec for the rest, as in {PRESETS['int4']!r}, received {text!r}; change "
+                "--kv-precision"
             )
-        return cls(sink=sink or rest, windows=tuple(windows), rest=rest)
+        if sink is None:
+            sink = SINK if rest in SPAN_CODEC_BITS else rest
+        return cls(sink=sink, windows=tuple(windows), rest=rest)
 
     @property
     def codecs(self) -> tuple[str, ...]:
@@ -111,3 +132,6 @@ class KVBudget:
     precision: KVPrecision
     demote_before_evict: bool = True
     """Whether cached blocks that nobody uses are made smaller before any is evicted."""
+    max_chunk: int = 1 << 30
+    """Positions of one sequence that are computed before its blocks are made smaller: those of a step at most. They
+    are written in the first codec, so memory for them is promised in that one."""

@@ -176,7 +176,7 @@ INT4_GROUP = 32
 32 bits for each output."""
 
 CODEC_BITS: dict[str, int] = {"raw16": 16, "int8": 8, "float32": 32}
-"""Bits of a stored K or V value in each codec, without its scales. ``raw16`` is bfloat16."""
+"""Bits of a stored K or V value in each codec that stores rows, without its scales. ``raw16`` is bfloat16."""
 
 LOSSY_CODECS = frozenset(CODEC_BITS) - {"raw16", "float32"}
 """Codecs that keep less than the precision K and V are computed in."""
@@ -191,11 +191,12 @@ SPAN_TOKENS = 64
 SPAN_CODEC_BITS: dict[str, int] = {"int4": 4, "int3": 3}
 """Bits of a code in the codecs that encode whole spans (``kvist.codecs.rotated``)."""
 
+SPAN_DIM_MULTIPLE = 8
+"""What head dimensions must be multiples of in those codecs."""
+
 
 def span_record_bytes(codec: str, head_dim: int) -> int:
     """Return the bytes of K and V of SPAN_TOKENS positions in one layer and KV head.
-
-    A span that begins a sequence has another 2 bytes for each channel: its first key in bfloat16.
 
     Args:
         codec: A key of SPAN_CODEC_BITS.
@@ -257,8 +258,8 @@ def _packed_bytes(matrix: MatrixShape, kind: str) -> int:
 class KVSpec:
     """Shape of one KV block: K and V of all layers for ``block_size`` positions, one contiguous byte range.
 
-    Layout: ``(L, 2, K, P, N)``, row-major, N elements of the codec for D values; index 0 of the second axis is K, 1
-    is V (docs/formats/kv_block.md).
+    Layout (docs/formats/kv_block.md): ``(L, 2, K, P, N)``, row-major, N elements of the codec for D values; index 0 of
+    the second axis is K, 1 is V. In the codecs that encode spans ``(L, P / SPAN_TOKENS, K)`` records.
     """
 
     num_layers: int
@@ -268,26 +269,49 @@ class KVSpec:
     codec: str = field(default="raw16")
 
     def __post_init__(self) -> None:
-        if self.codec not in CODEC_BITS:
-            msg = f"[spec] codec must be one of {', '.join(CODEC_BITS)}, received {self.codec!r}; set --kv-cache-dtype"
+        if self.codec not in (*CODEC_BITS, *SPAN_CODEC_BITS):
+            msg = (
+                f"[spec] codec must be one of {', '.join((*CODEC_BITS, *SPAN_CODEC_BITS))}, received {self.codec!r}; "
+                "set --kv-cache-dtype"
+            )
+            raise ConfigError(msg)
+        if self.has_spans and self.block_size % SPAN_TOKENS:
+            msg = (
+                f"[spec] {self.codec} encodes {SPAN_TOKENS} tokens at once, so a block must have a multiple of that, "
+                f"received {self.block_size}; change --block-size, or set --kv-cache-dtype raw16 or int8"
+            )
+            raise ConfigError(msg)
+        if self.has_spans and self.head_dim % SPAN_DIM_MULTIPLE:
+            msg = (
+                f"[spec] {self.codec} takes head dimensions that are multiples of {SPAN_DIM_MULTIPLE}, received "
+                f"{self.head_dim}; set --kv-cache-dtype raw16 or int8"
+            )
             raise ConfigError(msg)
 
     @property
+    def has_spans(self) -> bool:
+        """Whether a block is records of whole spans, and not rows of one position and head each."""
+        return self.codec in SPAN_CODEC_BITS
+
+    @property
     def row_bytes(self) -> int:
-        """Bytes of K, or of V, of one position and head: the values and their scales."""
+        """Bytes of K, or of V, of one position and head: the values and their scales. Not for spans."""
         group = CODEC_SCALE_GROUP.get(self.codec)
         num_scales = 0 if group is None else -(-self.head_dim // group)
         return self.head_dim * CODEC_BITS[self.codec] // 8 + 2 * num_scales
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of K and V of one position over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.row_bytes
+        """Bytes of K and V of one position over all layers; with spans its part of a block, rounded up."""
+        return -(-self.block_bytes // self.block_size)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block."""
-        return self.token_bytes * self.block_size
+        if self.has_spans:
+            num_records = self.num_layers * self.num_kv_heads * (self.block_size // SPAN_TOKENS)
+            return num_records * span_record_bytes(self.codec, self.head_dim)
+        return 2 * self.num_layers * self.num_kv_heads * self.row_bytes * self.block_size
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` positions."""

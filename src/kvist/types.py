@@ -212,6 +212,8 @@ class MemoryOp(NamedTuple):
     block_id: BlockId
     codec: str
     """Of the memory to allocate, or to demote the block to; empty for ``free``."""
+    num_tokens: int = 0
+    """Of ``demote``: leading positions that hold something; 0: all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

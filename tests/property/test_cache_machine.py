@@ -24,7 +24,8 @@ from kvist.cache.hash import BlockHasher, TokenChain
 from kvist.cache.manager import CacheManager
 from kvist.cache.namespaces import Namespace
 from kvist.errors import NotCached, PinBudgetExceeded
-from kvist.precision import KVBudget, KVPrecision
+from kvist.precision import PRESETS, KVBudget, KVPrecision
+from kvist.spec import SPAN_CODEC_BITS
 from kvist.types import BlockCopy, BlockHash
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class CacheMachine(RuleBasedStateMachine):
     strategy: StrategyFactory = SegmentedLru
     shares: Mapping[str, float] | None = None
     pin_fraction = 0.5
+    max_chunk = 10**9
 
     @initialize(block_size=st.sampled_from([1, 2, 3, 4]), num_blocks=st.integers(3, 12))
     def start(self, block_size: int, num_blocks: int) -> None:
@@ -200,16 +202,15 @@ class CacheMachine(RuleBasedStateMachine):
         match_now = self.manager.match(request.chain, len(request.tokens) - 1)
         pool = self.manager._pool
         available = pool.num_available_units
-        cost = self.manager.num_blocks_for(footprint) - len(match_now.block_ids)
-        cost *= pool.sizes[0]
         hits = [pool.blocks[block_id] for block_id in match_now.block_ids]
-        cost += sum(block.size for block in hits if block.ref_count == 0)
+        cost = sum(block.size for block in hits if block.ref_count == 0)
+        cost += self.manager.num_blocks_for(footprint) - len(hits)
         lease = self.manager.admit(match, request.chain, footprint)
         if lease is None:
-            assert cost > available
+            assert pool.is_mixed or cost > available
             assert self.running
             return
-        assert cost <= available
+        assert pool.is_mixed or cost <= available
         self.waiting.remove(request)
         self.running.append(request)
         request.lease = lease
@@ -220,7 +221,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.assert_contents(request)
         if lease.pending_copy is None:
             assert lease.num_computed_tokens == request.num_written
-            assert match_now.copy is None or cost + pool.sizes[0] > available
+            assert match_now.copy is None or pool.is_mixed or cost + 1 > available
         else:
             # The copy runs with the next step; until then its source must stay as it is.
             source = self.contents[lease.pending_copy.source]
@@ -260,7 +261,11 @@ class CacheMachine(RuleBasedStateMachine):
         next_tokens: list[int],
     ) -> None:
         """Plan, run and apply one step."""
-        plan = [(request, end) for request, end in ends if end > request.lease.num_computed_tokens]
+        plan = []
+        for request, end in ends:
+            start = request.lease.num_computed_tokens
+            if end > start:
+                plan.append((request, min(end, start + self.max_chunk)))
         for request, end in plan:
             # Within the footprint, so it cannot fail.
             assert self.manager.extend(request.lease, end)
@@ -313,14 +318,14 @@ class CacheMachine(RuleBasedStateMachine):
         """Grow beyond the footprint: takes unreserved blocks and evicts, or changes nothing."""
         request = self.pick(self.running, index)
         before = self.manager.stats()
-        num_available = self.manager.num_available
+        num_available, is_mixed = self.manager.num_available, self.manager._pool.is_mixed
         num_tokens = len(request.tokens) + request.num_output_tokens + num_more
         num_new = self.manager.num_blocks_for(num_tokens) - len(request.table)
         num_extra = num_new - request.lease.num_reserved_blocks
-        if self.manager.extend(request.lease, num_tokens):
-            assert num_extra <= num_available
-        else:
-            assert num_extra > num_available
+        can_extend = self.manager.can_extend(request.lease, num_tokens)
+        assert is_mixed or can_extend == (num_extra <= num_available)
+        assert self.manager.extend(request.lease, num_tokens) == can_extend
+        if not can_extend:
             assert self.manager.stats() == before
         self.follow_table(request)
 
@@ -448,18 +453,27 @@ class SharedCacheMachine(CacheMachine):
 
 
 class MixedCacheMachine(CacheMachine):
-    """Blocks change their codec: what happens to memory is replayed in its order, as the arena does."""
+    """Blocks change their codec: what happens to memory is replayed in its order, as the arena does.
+
+    Footprints are promised as their blocks will be, so that every extension within one still succeeds (``run_step``),
+    and every footprint that may ever be admitted is when nothing else runs (``admit_request``).
+    """
 
     precision = KVPrecision.parse("sink=raw16,recent:3=raw16,rest=int8")
     shares = MappingProxyType({"a": 0.3})
     pin_fraction = 0.25
 
     def memory(self, num_blocks: int) -> dict[str, Any]:
-        self.block_bytes = {"raw16": 100, "int8": 52}
+        self.block_bytes = {"raw16": 100, "int8": 52, "int4": 27, "int3": 20}
         self.num_bytes = num_blocks * 100 + 30
         self.codecs: dict[int, str] = {}
+        # Steps of less than a block, and of most of a prompt.
+        self.max_chunk = 1 + num_blocks * 5 % 13
         budget = KVBudget(
-            num_bytes=self.num_bytes, block_bytes=self.block_bytes, precision=self.precision
+            num_bytes=self.num_bytes,
+            block_bytes=self.block_bytes,
+            precision=self.precision,
+            max_chunk=self.max_chunk,
         )
         return {"budget": budget}
 
@@ -486,7 +500,11 @@ class MixedCacheMachine(CacheMachine):
                 del self.codecs[op.block_id]
             else:
                 assert self.block_bytes[op.codec] < self.block_bytes[self.codecs[op.block_id]]
-                assert self.num_committed[op.block_id] == self.block_size
+                assert self.num_committed[op.block_id] == (op.num_tokens or self.block_size)
+                if op.codec in SPAN_CODEC_BITS:
+                    # Complete, and not the first of its sequence, whose prefix is of one token.
+                    assert not op.num_tokens
+                    assert len(self.contents[op.block_id][0][1]) > 1
                 self.codecs[op.block_id] = op.codec
             used = sum(self.block_bytes[codec] for codec in self.codecs.values())
             assert used <= self.num_bytes
@@ -500,23 +518,34 @@ class MixedCacheMachine(CacheMachine):
         usage = {codec: count for codec, (count, _) in pool.usage().items()}
         counts = Counter(self.codecs.values())
         assert usage == {codec: counts[codec] for codec in usage}
-        recent_blocks = set()
+        # A block that was small when it became recent again stays so; an old one is never larger than that.
+        largest: dict[int, int] = {}
         for request in self.running:
             length = request.lease.num_computed_tokens
             for index, block_id in enumerate(request.table):
-                if (index + 1) * self.block_size > length - self.precision.windows[0][0]:
-                    recent_blocks.add(block_id)
-            if request.table and self.precision.sink == "raw16":
-                recent_blocks.add(request.table[0])
-        held = {block_id for request in self.running for block_id in request.table}
-        for block_id in held:
-            # A block that was small when it became recent again stays so; one that is old is always small.
-            if block_id not in recent_blocks:
-                assert self.codecs[block_id] == "int8"
+                age = length - (index + 1) * self.block_size
+                codec = self.precision.rest
+                for window, younger in reversed(self.precision.windows):
+                    codec = younger if age < window else codec
+                if index == 0 and age >= self.precision.windows[0][0]:
+                    codec = self.precision.sink
+                size = self.block_bytes[codec]
+                largest[block_id] = max(size, largest.get(block_id, 0))
+        for block_id, size in largest.items():
+            assert self.block_bytes[self.codecs[block_id]] <= size
 
 
 class SinklessCacheMachine(MixedCacheMachine):
     precision = KVPrecision.parse("recent:5=raw16,rest=int8")
+
+
+class LadderCacheMachine(MixedCacheMachine):
+    precision = KVPrecision.parse("sink=int8,recent:2=raw16,recent:5=int8,recent:9=int4,rest=int3")
+
+
+class Int4CacheMachine(MixedCacheMachine):
+    precision = KVPrecision.parse(PRESETS["int4"])
+    pin_fraction = 0.5
 
 
 SETTINGS = settings(
@@ -541,6 +570,10 @@ TestMixedCacheMachine = MixedCacheMachine.TestCase
 TestMixedCacheMachine.settings = settings(SETTINGS, max_examples=40)
 TestSinklessCacheMachine = SinklessCacheMachine.TestCase
 TestSinklessCacheMachine.settings = settings(SETTINGS, max_examples=20)
+TestLadderCacheMachine = LadderCacheMachine.TestCase
+TestLadderCacheMachine.settings = settings(SETTINGS, max_examples=40)
+TestInt4CacheMachine = Int4CacheMachine.TestCase
+TestInt4CacheMachine.settings = settings(SETTINGS, max_examples=40)
 MACHINES = [
     CacheMachine,
     CollidingCacheMachine,
@@ -550,6 +583,8 @@ MACHINES = [
     SharedCacheMachine,
     MixedCacheMachine,
     SinklessCacheMachine,
+    LadderCacheMachine,
+    Int4CacheMachine,
 ]
 
 
@@ -602,7 +637,8 @@ def test_soak(machine: type[CacheMachine], seed: int, block_size: int, num_block
         soak.laws_hold()
     stats = soak.manager.stats()
     assert stats.num_admissions > 100
-    assert stats.num_evictions > 20
+    # Of smaller blocks more fit.
+    assert stats.num_evictions > (5 if stats.bytes_by_codec else 20)
     assert stats.num_duplicate_blocks > 0
     assert soak.num_pinned_ever > 2
     if (

@@ -5,18 +5,37 @@ from __future__ import annotations
 import pytest
 
 from kvist.errors import ConfigError
-from kvist.precision import MIXED, KVPrecision
+from kvist.precision import PRESETS, KVPrecision
 
 
 def test_rule_is_read_and_written_the_same() -> None:
-    rule = KVPrecision.parse(MIXED)
-    assert rule == KVPrecision(sink="raw16", windows=((256, "raw16"),), rest="int8")
-    assert str(rule) == MIXED
-    assert rule.codecs == ("raw16", "int8")
+    text = "sink=raw16,recent:256=raw16,recent:4096=int8,rest=int4"
+    rule = KVPrecision.parse(text)
+    windows = ((256, "raw16"), (4096, "int8"))
+    assert rule == KVPrecision(sink="raw16", windows=windows, rest="int4")
+    assert str(rule) == text
+    assert rule.codecs == ("raw16", "int8", "int4")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_rules(name: str) -> None:
+    rule = KVPrecision.parse(PRESETS[name])
+    assert str(rule) == PRESETS[name]
+    assert rule.rest == {"mixed": "int4"}.get(name, name)
 
 
 def test_sink_is_as_all_others_when_left_out() -> None:
     assert KVPrecision.parse("recent:64=raw16, rest=int8").sink == "int8"
+
+
+@pytest.mark.parametrize("rest", ["int4", "int3"])
+def test_sink_is_never_in_a_codec_that_its_first_key_would_spoil(rest: str) -> None:
+    rule = f"recent:64=raw16,rest={rest}"
+    assert KVPrecision.parse(rule).sink == "int8"
+    assert KVPrecision.parse(f"sink=raw16,{rule}").sink == "raw16"
+    for text in (f"sink={rest},{rule}", f"sink={rest},recent:64=raw16,rest=int8"):
+        with pytest.raises(ConfigError, match=r"the sink.*raw16 or int8 in --kv-precision"):
+            KVPrecision.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +56,8 @@ def test_sink_is_as_all_others_when_left_out() -> None:
         "sink=raw16,sink=raw16,recent:256=raw16,rest=int8",
         "recent:256=raw16,rest=int8,old=int8",
         "recent:64=raw16,recent:128=int8,rest=raw16",
+        "recent:64=raw16,recent:128=int3,rest=int4",
+        "recent:64=int4,rest=int4",
         "recent:99999999999=raw16,rest=int8",
         "sink=float32,recent:256=raw16,rest=int8",
     ],

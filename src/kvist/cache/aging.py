@@ -46,7 +46,6 @@ class Aging:
         "_levels",
         "_num_pins_of",
         "_pool",
-        "_room_level",
         "_sink_level",
     )
 
@@ -61,12 +60,20 @@ class Aging:
         self._lengths = tuple([num_tokens for num_tokens, _ in rule.windows])
         self._levels = (*[level_of[codec] for _, codec in rule.windows], level_of[rule.rest])
         self._sink_level = level_of[rule.sink]
-        self._room_level = level_of[rule.rest] if budget.demote_before_evict else 0
         for block in pool.blocks:
             block.fresh = [0] * len(self._lengths)
+            block.num_leases = block.index = 0
+            block.owner = None
 
     def enter(self, lease: PrefixLease) -> int:
-        """Take over the blocks that a lease begins with, its hits; return the blocks demoted. O(hits)."""
+        """Take over the blocks that a lease begins with, its hits; return the blocks demoted. O(hits).
+
+        Blocks that no other lease has become its own; those of another are nobody's own any more.
+        """
+        for index, block in enumerate(lease.blocks):
+            block.num_leases += 1
+            block.index = index
+            block.owner = lease.ref if block.num_leases == 1 else None
         lease.windows = [0] * len(self._lengths)
         num_tokens = len(lease.blocks) * self._block_size
         for window, length in enumerate(self._lengths):
@@ -76,8 +83,21 @@ class Aging:
             lease.windows[window] = first
         return sum([self._demote_if_old(block, index) for index, block in enumerate(lease.blocks)])
 
-    def add(self, block: Block) -> None:
-        """Take over a block that a lease has been given."""
+    def size_on_entry(self, block: Block, index: int, num_hits: int) -> int:
+        """Return what a block that no lease has will take as a hit of one that begins with so many hits."""
+        level = self._sink_level if index == 0 else self._levels[-1]
+        if index:
+            for window, length in enumerate(self._lengths):
+                if index >= max(0, num_hits * self._block_size - length) // self._block_size:
+                    level = self._levels[window]
+                    break
+        return min(block.size, self._pool.sizes[level])
+
+    def add(self, lease: PrefixLease, block: Block) -> None:
+        """Take over a block that a lease has been given, and is about to put into its table."""
+        block.num_leases = 1
+        block.index = len(lease.blocks)
+        block.owner = lease.ref
         for window in range(len(self._lengths)):
             block.fresh[window] += 1
 
@@ -105,6 +125,10 @@ class Aging:
         for window, first in enumerate(lease.windows):
             for block in lease.blocks[first:]:
                 block.fresh[window] -= 1
+        for block in lease.blocks:
+            block.num_leases -= 1
+            if block.owner is lease.ref:
+                block.owner = None
         num_demoted = 0
         num_full = lease.num_computed_tokens // self._block_size
         for index in range(min(lease.windows, default=0), num_full):
@@ -115,10 +139,11 @@ class Aging:
 
     def demote_coldest(self) -> bool:
         """Make the cached block smaller that was used least recently; return whether there was one to be made so."""
-        block = self._pool.coldest_demotable() if self._room_level else None
+        block = self._pool.coldest_demotable()
         if block is None:
             return False
-        self._pool.demote(block, self._room_level)
+        assert block.node is not None
+        self._pool.demote(block, self._pool.room_level_of(block.node))
         return True
 
     def _demote_if_old(self, block: Block, index: int) -> bool:

@@ -8,6 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import weakref
+
+    from kvist.cache.lease import PrefixLease
     from kvist.cache.partition import Partition
     from kvist.cache.tree import Node
     from kvist.types import BlockId
@@ -20,8 +23,11 @@ class Block:
         "block_id",
         "duplicate_of",
         "fresh",
+        "index",
         "level",
         "node",
+        "num_leases",
+        "owner",
         "partition",
         "ref_count",
         "size",
@@ -35,7 +41,14 @@ class Block:
     level: int
     """Its codec, as an index into the pool's sizes; set with ``size``."""
     fresh: list[int]
-    """For each window of the precision rule, the leases that have it within that window; unset where no rule is."""
+    """For each window of the precision rule, the leases that have it within that window; unset where no rule is, as
+    are the next three."""
+    num_leases: int
+    """Leases that have it in their table."""
+    owner: weakref.ref[PrefixLease] | None
+    """The one that has it and counts on it becoming smaller (``promises``); None: nobody does."""
+    index: int
+    """Its place in the sequence of those that have it, or had it last."""
 
     def __init__(self, block_id: BlockId) -> None:
         self.block_id = block_id

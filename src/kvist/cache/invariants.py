@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvist.cache.pending import PendingIdentities
     from kvist.cache.pins import Pin
     from kvist.cache.pool import BlockPool
+    from kvist.cache.promises import Promises
     from kvist.cache.tree import Node, PrefixTree
 
 
@@ -48,6 +49,7 @@ def check(
     """
     problems = [
         *_conservation(pool, leases, pins),
+        *_promised(pool, leases),
         *_sizes(pool, leases),
         *_partitions(pool),
         *_tree_shape(tree),
@@ -74,7 +76,7 @@ def dump(
         f"free (next last): {[block.block_id for block in pool.free_blocks]}",
         f"evictable (next first): {[block.block_id for block in pool.evictable]}",
         f"held: {[block for block in pool.blocks if block.ref_count]}",
-        f"reserved: {pool.num_reserved}",
+        f"reserved: {pool.num_reserved_units} units",
         *(repr(holder) for holder in (*leases, *pins)),
         *(_describe(node) for node in tree.nodes()),
     ]
@@ -114,12 +116,36 @@ def _conservation(
     for block in pool.blocks:
         if block.ref_count != references[block]:
             yield f"{block!r} has {references[block]} holders"
-    num_reserved = sum(lease.num_reserved_blocks for lease in leases)
-    if num_reserved != pool.num_reserved or pool.num_available_units < 0:
+
+
+def check_promises(promises: Promises, leases: Sequence[PrefixLease]) -> None:
+    """Check that all live leases are promised what they may need.
+
+    Raises:
+        InvariantViolation: One is not.
+    """
+    for lease in leases:
+        need = promises.need(lease)
+        if lease.num_reserved_units < need:
+            raise InvariantViolation(
+                f"[cache] {lease!r} is promised {lease.num_reserved_units} units and may need {need}"
+            )
+
+
+def _promised(pool: BlockPool, leases: Sequence[PrefixLease]) -> Iterator[str]:
+    num_reserved = sum(lease.num_reserved_units for lease in leases)
+    if num_reserved != pool.num_reserved_units or pool.num_available_units < 0:
         yield (
-            f"{pool.num_reserved} blocks reserved, leases have {num_reserved}, "
-            f"{pool.num_available} are available"
+            f"{pool.num_reserved_units} units reserved, leases have {num_reserved}, "
+            f"{pool.num_available_units} are available"
         )
+    if pool.is_mixed:
+        holders = Counter(block for lease in leases for block in lease.blocks)
+        if any(block.num_leases != holders[block] for block in pool.blocks):
+            yield "the leases that have a block are miscounted"
+        owned = [block for block in pool.blocks if block.owner is not None]
+        if any(block.num_leases != 1 for block in owned):
+            yield "a block has an owner, and not the one lease that has it"
 
 
 def _sizes(pool: BlockPool, leases: Sequence[PrefixLease]) -> Iterator[str]:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import logging
 import warnings
+import weakref
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvist.cache.block import Block
     from kvist.cache.memory import Entry
     from kvist.cache.tree import Node
@@ -74,24 +77,28 @@ class PrefixLease:
         "block_table",
         "blocks",
         "can_publish",
+        "chunk",
         "copy_source",
         "in_flight",
         "is_released",
         "miss",
         "num_computed_tokens",
         "num_continuations",
-        "num_reserved_blocks",
+        "num_footprint_blocks",
+        "num_reserved_units",
         "num_sealed",
         "num_shared",
         "open_node",
         "pending",
         "pending_copy",
+        "ref",
+        "reused_tokens",
         "tenant",
         "tip",
         "windows",
     )
 
-    def __init__(self, *, num_reserved_blocks: int, can_publish: bool, tenant: str = "") -> None:
+    def __init__(self, *, can_publish: bool, tenant: str = "") -> None:
         self.block_table: list[BlockId] = []
         """Blocks of the sequence in order; append-only."""
         self.num_shared = 0
@@ -108,12 +115,20 @@ class PrefixLease:
 
         self.miss: MissReport | None = None
         """Why less than could have been was hit; None: nothing is missing."""
+        self.reused_tokens: Mapping[str, int] = {}
+        """Hit tokens by the codec that they were in; empty where all blocks have one codec."""
 
         # What follows is the manager's bookkeeping.
         self.blocks: list[Block] = []
         """The records of block_table."""
-        self.num_reserved_blocks = num_reserved_blocks
-        """Blocks promised and not allocated yet."""
+        self.num_footprint_blocks = 0
+        """Blocks that it may come to have without asking whether there is memory for them."""
+        self.num_reserved_units = 0
+        """Units of memory promised to it (``promises``)."""
+        self.chunk = 1
+        """Positions that it computes between two commits at most, from now on; counts where codecs depend on age."""
+        self.ref = weakref.ref(self)
+        """What blocks know it by: they must not keep it alive."""
         self.copy_source: Block | None = None
         """Held until the copy out of it has run."""
         self.can_publish = can_publish
@@ -134,6 +149,11 @@ class PrefixLease:
         """For each window of the precision rule, the first block within it."""
         self.in_flight: deque[Entry] = deque()
         """What ``memory`` keeps of the blocks num_sealed and up that were known at admission."""
+
+    @property
+    def num_reserved_blocks(self) -> int:
+        """Blocks promised and not allocated yet."""
+        return max(0, self.num_footprint_blocks - len(self.blocks)) if not self.is_released else 0
 
     def __repr__(self) -> str:
         state = "released" if self.is_released else "live"

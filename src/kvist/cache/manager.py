@@ -35,7 +35,7 @@ that it accepts is admitted at the latest when nothing else runs, whatever is pi
 
 Several codecs (``KVBudget``). Memory is then counted in bytes. A block is written in the largest codec; ``aging`` says
 when it is made smaller: as the precision rule wants, or, before anything cached is evicted, for room. A footprint is
-promised in the largest codec, so that what runs never depends on what has been demoted.
+promised as its blocks will be: the older ones small, the youngest and those of a step large (``promises``).
 
 Times end by the injected clock, when memory or the state of the cache is next asked for.
 """
@@ -57,11 +57,13 @@ from kvist.cache.lease import PartialCopy, PrefixLease, PrefixMatch
 from kvist.cache.memory import DEFAULT_MAX_GHOSTS, PromptMemory
 from kvist.cache.pending import PendingIdentities, pending_key
 from kvist.cache.pins import Deadlines, Pin, Retention
-from kvist.cache.pool import BlockPool
+from kvist.cache.pool import BlockPool, RoomLevels
+from kvist.cache.promises import AgingPromises, Promises, owner_of
 from kvist.cache.stats import CacheStats, Counters
 from kvist.cache.survey import BlockColumns
 from kvist.cache.tree import PrefixTree
 from kvist.errors import ConfigError, InvariantViolation, NotCached, PinBudgetExceeded
+from kvist.spec import SPAN_CODEC_BITS
 from kvist.types import BlockCopy, MissReason
 
 if TYPE_CHECKING:
@@ -134,14 +136,21 @@ class CacheManager:
             strategy_factory(eviction),
             shares,
             codecs,
-            demotes_first=budget is None or budget.precision.sink == budget.precision.rest,
+            room_levels=None if budget is None else _room_levels(budget),
         )
         self._max_pinned = int(num_blocks * pin_fraction)
         self._pins: set[Pin] = set()
         self._num_pins_of: Counter[Block] = Counter()
-        self._aging = (
-            None if budget is None else Aging(self._pool, budget, block_size, self._num_pins_of)
+        self._aging: Aging | None = None
+        self._promises = Promises(self._pool)
+        if budget is not None:
+            self._aging = Aging(self._pool, budget, block_size, self._num_pins_of)
+            self._promises = AgingPromises(self._pool, budget, block_size, self._aging)
+        self._max_chunk = 1 if budget is None else budget.max_chunk
+        self.max_blocks_alone = self._promises.max_blocks(
+            self._pool.capacity - self._max_pinned * self._pool.sizes[0]
         )
+        """Blocks that a lease can come to have when nothing else runs and pins hold all they may."""
         self._deadlines = Deadlines(clock_ns)
         self._tree = PrefixTree(BlockColumns(len(self._pool.blocks), clock_ns))
         self._pending = PendingIdentities()
@@ -188,7 +197,7 @@ class CacheManager:
 
     @property
     def num_reserved(self) -> int:
-        """Blocks promised to leases, not allocated yet."""
+        """Blocks promised to leases, not allocated yet; with a budget, new blocks that what is promised could hold."""
         return self._pool.num_reserved
 
     @property
@@ -202,7 +211,7 @@ class CacheManager:
 
     def can_ever_admit(self, num_reserved_tokens: int) -> bool:
         """Return whether the footprint fits the pool when nothing else runs and pins hold all they may."""
-        return self.num_blocks_for(num_reserved_tokens) <= self.num_blocks - self._max_pinned
+        return self.num_blocks_for(num_reserved_tokens) <= self.max_blocks_alone
 
     # --- lookup
 
@@ -345,19 +354,23 @@ class CacheManager:
         if not self.is_current(match, chain):
             match = self.match(chain, match.max_hit_len)
         pool = self._pool
-        fit = self._fit(match, self.num_blocks_for(num_reserved_tokens))
+        fit = self._fit(match, chain, self.num_blocks_for(num_reserved_tokens))
         if fit is None:
             return None
-        num_new, source = fit
+        num_blocks, source = fit
         copy = None if source is None else match.copy
         if self.guard is not None and self._has_damaged(match.nodes, source):
             # Once more without them: each round takes nodes away, so there is a last one.
             return self.admit(match, chain, num_reserved_tokens, is_reuse=is_reuse)
+        owners = [owner_of(node.block) for node in match.nodes] if self._aging is not None else []
         lease = self._lease_on_hits(match, chain, is_reuse=is_reuse)
         if source is not None:
             pool.hold((source,))
-        pool.num_reserved += num_new
-        lease.num_reserved_blocks = num_new
+        lease.num_footprint_blocks = num_blocks
+        lease.chunk = max(1, min(self._max_chunk, chain.num_tokens - lease.num_computed_tokens))
+        for other in {owner for owner in owners if owner is not None}:
+            self._promises.renew(other)
+        self._promises.renew(lease)
         # Before anything is evicted for it: a copy's target may take what another prompt had.
         num_hit_tokens = lease.num_computed_tokens + (
             0 if source is None or copy is None else copy.num_tokens
@@ -372,7 +385,8 @@ class CacheManager:
         if self.prefix_cache:
             self._add_pending(lease, chain)
         if self._aging is not None:
-            self._counters.num_demotions_by_age += self._aging.advance(lease)
+            self._age(lease, self._aging, chain)
+            lease.reused_tokens = self._reused_tokens(lease, source)
         self._count_admission(lease, chain)
         return lease
 
@@ -394,14 +408,22 @@ class CacheManager:
         self._require_live(lease, "extend")
         self._expire_due()
         num_new = self.num_blocks_for(num_tokens) - len(lease.blocks)
-        num_extra = num_new - lease.num_reserved_blocks
-        if num_extra > 0:
-            if num_extra > self._pool.num_available:
+        if num_new > 0:
+            num_extra = self._promises.missing(lease, num_new)
+            if num_extra > self._pool.num_available_units:
                 return False
-            lease.num_reserved_blocks += num_extra
-            self._pool.num_reserved += num_extra
-        self._append_blocks(lease, num_new)
+            self._promises.add(lease, num_extra)
+            num_blocks = len(lease.blocks) + num_new
+            lease.num_footprint_blocks = max(lease.num_footprint_blocks, num_blocks)
+            self._append_blocks(lease, num_new)
         return True
+
+    def can_extend(self, lease: PrefixLease, num_tokens: int) -> bool:
+        """Return whether ``extend`` would find memory. Changes nothing."""
+        num_new = self.num_blocks_for(num_tokens) - len(lease.blocks)
+        return num_new <= 0 or (
+            self._promises.missing(lease, num_new) <= self._pool.num_available_units
+        )
 
     def commit(self, lease: PrefixLease, chain: TokenChain, num_computed_tokens: int) -> None:
         """Note that K and V of positions ``[0, num_computed_tokens)`` are written, and publish them.
@@ -436,7 +458,7 @@ class CacheManager:
         if lease.copy_source is not None:
             self._end_copy(lease)
         if self._aging is not None:
-            self._counters.num_demotions_by_age += self._aging.advance(lease)
+            self._age(lease, self._aging, chain)
         while self._forks:
             self._abandon_sibling(self._forks.pop())
 
@@ -454,8 +476,7 @@ class CacheManager:
         self._leases.discard(lease)
         self._drop_pending(lease)
         self._end_copy(lease)
-        self._pool.num_reserved -= lease.num_reserved_blocks
-        lease.num_reserved_blocks = 0
+        self._promises.end(lease)
         if lease.open_node is not None:
             self._tree.seal(lease.open_node)
             lease.open_node.entry = self._memory.publish(
@@ -688,6 +709,7 @@ class CacheManager:
             tuple(self._leases),
             tuple(self._pins),
         )
+        invariants.check_promises(self._promises, tuple(self._leases))
 
     # --- private
 
@@ -695,23 +717,46 @@ class CacheManager:
         """Return whether a live lease computes block ``index``, and that block is wanted."""
         return num_hit_tokens < limit and pending_key(chain, index) in self._pending
 
-    def _fit(self, match: PrefixMatch, num_footprint: int) -> tuple[int, Block | None] | None:
-        """Return how many blocks a footprint needs beside the hits, and the copy's source if it is copied at all.
+    def _fit(
+        self, match: PrefixMatch, chain: TokenChain, num_footprint: int
+    ) -> tuple[int, Block | None] | None:
+        """Return how many blocks a lease may come to have, and the copy's source if it is copied at all.
 
         None: it does not fit now, not even without the copy.
         """
-        num_hits, size = len(match.nodes), self._pool.sizes[0]
-        # Holding an evictable block takes it from the others just as a promise does.
-        num_taken = sum([node.block.size for node in match.nodes if node.block.ref_count == 0])
-        num_left = self._pool.num_available_units - num_taken
+        hits = [node.block for node in match.nodes]
+        num_hits, num_available = len(hits), self._pool.num_available_units
+        num_left = chain.num_tokens - num_hits * self.block_size
         node = match.source
         if node is not None and (self.guard is None or self.guard.may_copy(node)):
-            num_new = max(num_footprint - num_hits, 1)
-            num_taken = node.block.size if node.block.ref_count == 0 else 0
-            if num_taken + num_new * size <= num_left:
-                return num_new, node.block
-        num_new = max(num_footprint - num_hits, 0)
-        return (num_new, None) if num_new * size <= num_left else None
+            num_blocks = max(num_footprint, num_hits + 1)
+            cost = self._promises.cost(hits, num_blocks, num_left)
+            # Holding an evictable block takes it from the others just as a promise does.
+            cost += node.block.size if node.block.ref_count == 0 else 0
+            if cost <= num_available:
+                return num_blocks, node.block
+        num_blocks = max(num_footprint, num_hits)
+        cost = self._promises.cost(hits, num_blocks, num_left)
+        return (num_blocks, None) if cost <= num_available else None
+
+    def _age(self, lease: PrefixLease, aging: Aging, chain: TokenChain) -> None:
+        """Make smaller what became old by what a lease has computed, and promise it what follows from that."""
+        num_demoted = aging.advance(lease)
+        self._counters.num_demotions_by_age += num_demoted
+        chunk = max(1, min(lease.chunk, chain.num_tokens - lease.num_computed_tokens))
+        if num_demoted or chunk < lease.chunk:
+            lease.chunk = chunk
+            self._promises.renew(lease)
+
+    def _reused_tokens(self, lease: PrefixLease, source: Block | None) -> Mapping[str, int]:
+        """Return the hit tokens of a lease that has just been made by the codec that they are read, or copied, in."""
+        reused: Counter[str] = Counter()
+        for block in lease.blocks[: lease.num_shared]:
+            reused[self._pool.codec_of(block)] += self.block_size
+        if source is not None:
+            num_shared_tokens = lease.num_shared * self.block_size
+            reused[self._pool.codec_of(source)] += lease.num_computed_tokens - num_shared_tokens
+        return dict(reused)
 
     def _has_damaged(self, nodes: Sequence[Node], source: Block | None) -> bool:
         """Ask the guard for what is about to be reused; invalidate what it finds, and return whether that was any."""
@@ -761,11 +806,7 @@ class CacheManager:
         self, match: PrefixMatch, chain: TokenChain, *, is_reuse: bool
     ) -> PrefixLease:
         """Return a lease that holds the hits of a match and nothing else yet."""
-        lease = PrefixLease(
-            num_reserved_blocks=0,
-            can_publish=self.prefix_cache,
-            tenant=chain.namespace.tenant,
-        )
+        lease = PrefixLease(can_publish=self.prefix_cache, tenant=chain.namespace.tenant)
         self._leases.add(lease)
         columns, now_ns = self._tree.columns, self._deadlines.now_ns()
         for node in match.nodes:
@@ -794,17 +835,17 @@ class CacheManager:
     def _append_blocks(self, lease: PrefixLease, num_new: int) -> None:
         """Allocate blocks promised to the lease."""
         pool = self._pool
-        allocate, tenant = pool.allocate, lease.tenant
+        allocate, tenant, size = pool.allocate, lease.tenant, pool.sizes[0]
         blocks, block_table = lease.blocks, lease.block_table
         for _ in range(num_new):
             while (block := allocate(tenant)) is None:
                 self._make_room()
             if self._aging is not None:
-                self._aging.add(block)
+                self._aging.add(lease, block)
             blocks.append(block)
             block_table.append(block.block_id)
-            lease.num_reserved_blocks -= 1
-            pool.num_reserved -= 1
+            lease.num_reserved_units -= size
+            pool.num_reserved_units -= size
 
     def _make_room(self) -> None:
         """Gain memory: at the cost of some precision where that is allowed, else of a cached block."""
@@ -1088,3 +1129,13 @@ class CacheManager:
         if lease.pending_copy is not None:
             counters.num_partial_copies += 1
             counters.num_copied_tokens += lease.pending_copy.num_tokens
+
+
+def _room_levels(budget: KVBudget) -> RoomLevels:
+    """Return in which codecs cached blocks are kept at least when there is no room."""
+    rule = budget.precision
+    if not budget.demote_before_evict:
+        return RoomLevels(0, 0, 0)
+    rows = [codec for codec in rule.codecs if codec not in SPAN_CODEC_BITS]
+    first, other = rule.codecs.index(rule.sink), rule.codecs.index(rule.rest)
+    return RoomLevels(first, other, min(other, len(rows) - 1))

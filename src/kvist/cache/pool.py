@@ -5,7 +5,7 @@ and the size of each block. The only module that changes a reference count or a 
 
 1. Every block is in exactly one set: free (holds nothing), evictable (published, ref count 0), held (ref count > 0).
 2. The sizes of the blocks that are not free add up to ``num_used <= capacity``.
-3. ``capacity - num_used + num_evictable_units >= num_reserved * sizes[0]``: a reserved block can always be allocated.
+3. ``capacity - num_used + num_evictable_units >= num_reserved_units``: what is promised can always be allocated.
 
 Where all blocks have one codec, a block is the unit of memory, and sizes are 1. Where a block can change its codec,
 the unit is a byte: a block is allocated in the first and largest size and can be demoted to smaller ones. What happens
@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvist.cache.block import Block
 from kvist.cache.eviction import Lru
+from kvist.cache.hash import TOKEN_BYTES
 from kvist.cache.partition import Partitions
 from kvist.types import BlockCopy, BlockId, MemoryOp
 
@@ -30,6 +31,17 @@ if TYPE_CHECKING:
     from kvist.cache.tree import Node
 
 
+class RoomLevels(NamedTuple):
+    """In which codecs cached blocks are kept at least when there is no room, as indices."""
+
+    first: int
+    """The first block of a sequence."""
+    other: int
+    """Other full blocks."""
+    head: int
+    """Blocks that are not full."""
+
+
 class BlockPool:
     """The blocks of one arena. Engine thread only; every operation is O(1), amortised where a strategy is asked.
 
@@ -38,23 +50,24 @@ class BlockPool:
         make_strategy: Makes the strategy of each partition.
         shares: Fraction of the pool by tenant (``partition``).
         codecs: Units that a block takes by codec, in the order in which it can change, sizes falling; None: one codec.
-        demotes_first: Whether the first block of a sequence is demoted for room like any other.
+        room_levels: Codecs, as indices into ``codecs``, in which cached blocks that nobody uses are kept at least when
+            there is no room: the first block of a sequence, other full ones, and heads of blocks.
     """
 
     __slots__ = (
         "_codecs",
         "_demotable",
-        "_demotes_first",
         "_free",
         "_is_single",
         "_memory_ops",
         "_num_by_level",
         "_only",
+        "_room_levels",
         "blocks",
         "capacity",
         "num_evictable",
         "num_evictable_units",
-        "num_reserved",
+        "num_reserved_units",
         "num_used",
         "partitions",
         "sizes",
@@ -67,7 +80,7 @@ class BlockPool:
         shares: Mapping[str, float] | None = None,
         codecs: Mapping[str, int] | None = None,
         *,
-        demotes_first: bool = True,
+        room_levels: RoomLevels | None = None,
     ) -> None:
         self._codecs = tuple(codecs or ("",))
         self.sizes = tuple(codecs.values()) if codecs else (1,)
@@ -80,8 +93,8 @@ class BlockPool:
         self.blocks: Sequence[Block] = tuple(Block(BlockId(i)) for i in range(num_blocks))
         # A stack: only its end is ever touched, and the block freed last is the one most likely still in the caches.
         self._free = list(reversed(self.blocks))
-        self._demotes_first = demotes_first
-        # Evictable full blocks of the first size, least recently used first.
+        self._room_levels = room_levels or RoomLevels(0, 0, 0)
+        # Evictable blocks that can be made smaller, least recently used first.
         self._demotable: OrderedDict[Block, None] = OrderedDict()
         self._memory_ops: list[MemoryOp | BlockCopy] | None = [] if codecs else None
         # Blocks that are not free.
@@ -92,8 +105,8 @@ class BlockPool:
         """Cached blocks without references."""
         self.num_evictable_units = 0
         """Units that they take."""
-        self.num_reserved = 0
-        """Blocks promised to leases and not allocated yet."""
+        self.num_reserved_units = 0
+        """Units promised to leases beside what they have."""
 
     @property
     def is_mixed(self) -> bool:
@@ -129,7 +142,12 @@ class BlockPool:
     def num_available_units(self) -> int:
         """Units that can be promised to someone."""
         num_unheld = self.capacity - self.num_used + self.num_evictable_units
-        return num_unheld - self.num_reserved * self.sizes[0]
+        return num_unheld - self.num_reserved_units
+
+    @property
+    def num_reserved(self) -> int:
+        """Blocks of the first size that the promises hold, the last one maybe in part."""
+        return -(-self.num_reserved_units // self.sizes[0])
 
     @property
     def num_available(self) -> int:
@@ -185,7 +203,7 @@ class BlockPool:
             block.partition.strategy.append(block)
         self.num_evictable += 1
         self.num_evictable_units += block.size
-        if self._memory_ops is not None and self._may_demote(block.node):
+        if self._memory_ops is not None and self.room_level_of(block.node) > block.level:
             self._demotable[block] = None
         if not self._is_single:
             self.partitions.rank(block.partition)
@@ -231,11 +249,18 @@ class BlockPool:
     # --- several codecs
 
     def coldest_demotable(self) -> Block | None:
-        """Return the evictable block of the first size that was used least recently; None: there is none."""
+        """Return the evictable block used least recently of those that can be made smaller, if there is one."""
         return next(iter(self._demotable), None)
 
+    def room_level_of(self, node: Node) -> int:
+        """Return in which codec a cached block is kept at least when there is no room."""
+        assert node.parent is not None
+        first, other, head = self._room_levels
+        level = first if node.parent.parent is None else other
+        return min(level, head) if node.is_partial else level
+
     def demote(self, block: Block, level: int) -> None:
-        """Give a full, allocated block a smaller size."""
+        """Give an allocated block, whose tokens will not change, a smaller size."""
         assert self._memory_ops is not None
         assert level > block.level
         gain = block.size - self.sizes[level]
@@ -250,7 +275,13 @@ class BlockPool:
             self._demotable.pop(block, None)
         if not self._is_single:
             self.partitions.rank(block.partition)
-        self._memory_ops.append(MemoryOp("demote", block.block_id, self._codecs[level]))
+        node = block.node
+        num_tokens = len(node.tokens) // TOKEN_BYTES if node is not None and node.is_partial else 0
+        self._memory_ops.append(MemoryOp("demote", block.block_id, self._codecs[level], num_tokens))
+
+    def codec_of(self, block: Block) -> str:
+        """Return the codec of a block that is not free; nothing where all have one."""
+        return self._codecs[block.level]
 
     def note_copy(self, copy: BlockCopy) -> None:
         """Note a copy in its place among what happens to memory, where that is noted."""
@@ -270,13 +301,6 @@ class BlockPool:
             codec: (count, count * size)
             for codec, count, size in zip(self._codecs, self._num_by_level, self.sizes, strict=True)
         }
-
-    def _may_demote(self, node: Node) -> bool:
-        assert node.parent is not None
-        is_first = node.parent.parent is None
-        return (
-            node.block.level == 0 and not node.is_partial and (self._demotes_first or not is_first)
-        )
 
     def _unqueue(self, block: Block) -> None:
         self.num_evictable -= 1

@@ -36,8 +36,7 @@ class Lengths:
         """
         if request.params.max_tokens is not None:
             return request.num_prompt_tokens + request.params.max_tokens
-        num_blocks = self._manager.num_blocks - self._manager.max_pinned
-        pool_len = num_blocks * self._manager.block_size + 1
+        pool_len = self._manager.max_blocks_alone * self._manager.block_size + 1
         return min(self._max_context_len, pool_len)
 
     def footprint(self, request: Request) -> int:

@@ -50,13 +50,14 @@ def choose_victim(
 
 
 def _cost(request: Request, block_size: int) -> tuple[float, int]:
-    """Return tokens to recompute for each block freed; of equal ones, the request that arrived last comes first."""
+    """Return tokens to recompute for the memory freed; of equal ones, the request that arrived last comes first."""
     lease = request.lease
     assert lease is not None, "every running request holds a lease"
-    num_freed, num_lost_tokens = lease.num_reserved_blocks, 0
+    # In units of memory: blocks may have different sizes.
+    num_freed, num_lost_tokens = lease.num_reserved_units, 0
     for index, block in enumerate(lease.blocks):
         if block.ref_count == 1:
-            num_freed += 1
+            num_freed += block.size
             in_block = request.num_computed_tokens - index * block_size
             num_lost_tokens += max(0, min(block_size, in_block))
     # Freeing nothing by itself comes last, and is still a choice: two such leases may free what they share.

@@ -479,9 +479,8 @@ class Scheduler:
         """Cover positions by blocks, at the cost of others; False when the request pauses or gave way itself."""
         lease = lease_of(request)
         while not extend(self._manager, lease, num_positions):
-            num_new = self._manager.num_blocks_for(num_positions) - len(lease.block_table)
             victim = None
-            if num_new - lease.num_reserved_blocks <= self._manager.num_available:
+            if self._manager.can_extend(lease, num_positions):
                 step.has_failed_allocation = True
             else:
                 victim = choose_victim(request, self._running.requests, self._manager.block_size)

@@ -70,12 +70,12 @@ def miscount_references(state: State) -> None:
 
 
 def miscount_reservation(state: State) -> None:
-    state.pool.num_reserved += 1
+    state.pool.num_reserved_units += 1
 
 
 def promise_too_much(state: State) -> None:
-    state.first.num_reserved_blocks += 20
-    state.pool.num_reserved += 20
+    state.first.num_reserved_units += 20
+    state.pool.num_reserved_units += 20
 
 
 def change_a_block_table(state: State) -> None:
@@ -249,7 +249,7 @@ BREAKS: dict[Callable[[State], None], str] = {
     lose_a_block: "are not each of the 16 blocks once",
     list_a_block_twice: "are not each of the 16 blocks once",
     miscount_references: r"ref_count=3\) has 2 holders",
-    miscount_reservation: "2 blocks reserved, leases have 1",
+    miscount_reservation: "2 units reserved, leases have 1",
     promise_too_much: "are available",
     change_a_block_table: "block table and blocks differ",
     unsort_keys: "keys and children differ",
@@ -302,7 +302,7 @@ def test_broken_law_is_named(break_it: Callable[[State], None]) -> None:
 
 def test_dump_shows_the_state_without_tokens() -> None:
     state = State()
-    state.pool.num_reserved += 1
+    state.pool.num_reserved_units += 1
     with pytest.raises(InvariantViolation) as caught:
         state.manager.check_invariants()
     message = str(caught.value)

@@ -59,10 +59,10 @@ def test_one_that_frees_nothing_comes_last_and_is_still_a_choice() -> None:
     trace.add("same", range(1, 9), max_tokens=1)
     trace.scheduler.plan()
     (old, same) = trace.scheduler._running.requests
-    same.lease.num_reserved_blocks, kept = 0, same.lease.num_reserved_blocks
+    same.lease.num_reserved_units, kept = 0, same.lease.num_reserved_units
     blocks, same.lease.blocks = same.lease.blocks, []
     assert choose_victim(same, [old, same], 4) is same
-    same.lease.num_reserved_blocks, same.lease.blocks = kept, blocks
+    same.lease.num_reserved_units, same.lease.blocks = kept, blocks
     leave_all(trace)
 
 
