@@ -166,6 +166,15 @@ class BlockArena:
         """Return the format of a block."""
         return self._codec
 
+    def records(self, block_id: int) -> None:  # noqa: ARG002  # as above
+        """Return None: no block is records of whole spans."""
+        return
+
+    @property
+    def transforms(self) -> None:
+        """What kernels need to read blocks of whole spans: nothing."""
+        return None
+
     def head(self, block_id: int, num_tokens: int) -> torch.Tensor:
         """Return the (L, 2, K, num_tokens, N) view of a block's first positions, in the codec's dtype."""
         return self._view[block_id, ..., :num_tokens, :]

@@ -14,7 +14,7 @@ A block id is logical. Where the block's bytes are is in two tables, and everybo
 
 Invariants:
     1. A block has a cell of its codec, and its bytes are ``[offsets[id], offsets[id] + block_bytes(codec))``, laid out
-       (L, 2, K, P, N) row-major.
+       as ``KVSpec`` says.
     2. An allocated cell has one block. Cells of a slab have one codec; a slab without blocks is empty.
     3. The bytes of all blocks are at most the budget. Then a cell can always be found, by moving blocks if need be.
     4. Bytes that were never written are arbitrary; kernels must not read them.
@@ -32,6 +32,7 @@ import torch
 from kvist.codecs import registry
 from kvist.errors import ConfigError, InvariantViolation
 from kvist.kernels import native
+from kvist.spec import SPAN_CODEC_BITS, SPAN_TOKENS
 from kvist.storage.arena import allocate
 from kvist.storage.slab_layout import SlabLayout, slab_layout
 from kvist.types import BlockCopy
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvist.codecs.base import KVCodec
+    from kvist.codecs.transforms import KVTransforms
     from kvist.spec import KVSpec
     from kvist.types import MemoryOp
 
@@ -131,9 +133,10 @@ class SlabArena:
         codecs: Names of all codecs that blocks may have, that one among them.
         num_bytes: Memory to use.
         pool: ``native.Pool`` that encodes.
+        transforms: What the codecs that encode spans know of the model; None where there are none of them.
 
     Raises:
-        ConfigError: The memory cannot be had or is too little, or a codec has no native kernels.
+        ConfigError: The memory cannot be had or is too little, or a codec has no native kernels or no transforms.
         KernelUnavailable: There are no native kernels here.
     """
 
@@ -143,6 +146,7 @@ class SlabArena:
         codecs: Sequence[str],
         num_bytes: int,
         pool: Any,  # noqa: ANN401  # native.Pool
+        transforms: KVTransforms | None = None,
     ) -> None:
         known = native.extension().kv_codecs()
         unknown = [codec for codec in (kv_spec.codec, *codecs) if codec not in known]
@@ -151,8 +155,19 @@ class SlabArena:
                 f"[storage] expected codecs out of {', '.join(known)}, {kv_spec.codec} among them, received "
                 f"{', '.join(codecs)}; set --kv-cache-dtype"
             )
+        spans = [codec for codec in codecs if codec in SPAN_CODEC_BITS]
+        if spans and transforms is None:
+            raise ConfigError(
+                f"[storage] {', '.join(spans)} cannot be without transforms; set --kv-transforms"
+            )
         self._kv_spec = kv_spec
         self._pool = pool
+        self.transforms: Any = None  # native.KvTransforms
+        """What native kernels need to read blocks of whole spans; None where there can be none."""
+        if spans and transforms is not None:
+            self.transforms = native.extension().KvTransforms(
+                transforms.mean, transforms.keys.balance, transforms.values.balance
+            )
         specs = {codec: replace(kv_spec, codec=codec) for codec in codecs}
         sizes = {codec: spec.block_bytes for codec, spec in specs.items()}
         self._layout = slab_layout(sizes, num_bytes)
@@ -222,25 +237,45 @@ class SlabArena:
         return self._bytes[offset : offset + self._class_of(block_id).block_bytes]
 
     def codec_at(self, block_id: int) -> KVCodec:
-        """Return the format of an allocated block."""
+        """Return the format of an allocated block of rows."""
         return registry.get(self.codec_of(block_id))
 
     def head(self, block_id: int, num_tokens: int) -> torch.Tensor:
         """Return the (L, 2, K, num_tokens, N) view of a block's first positions, in the dtype of its codec.
 
         It holds until the next ``apply``.
+
+        Raises:
+            InvariantViolation: The block is records of whole spans (``records``), in which no position is by itself.
         """
-        spec, codec = self._class_of(block_id).spec, self.codec_at(block_id)
+        spec = self._class_of(block_id).spec
+        if spec.has_spans:
+            raise InvariantViolation(
+                f"[storage] expected a block of rows, received {block_id=}, which is {spec.codec}"
+            )
+        codec = self.codec_at(block_id)
         shape = (spec.num_layers, 2, spec.num_kv_heads, spec.block_size, -1)
         stored = torch.from_numpy(self.block(block_id)).view(codec.dtype).view(shape)
         return stored[..., :num_tokens, :]
+
+    def records(self, block_id: int) -> NDArray[np.uint8] | None:
+        """Return the (L, P / SPAN_TOKENS, K, record bytes) view of a block of spans; None: it is one of rows.
+
+        It holds until the next ``apply``.
+        """
+        spec = self._class_of(block_id).spec
+        if not spec.has_spans:
+            return None
+        num_spans = spec.block_size // SPAN_TOKENS
+        return self.block(block_id).reshape(spec.num_layers, num_spans, spec.num_kv_heads, -1)
 
     def apply(self, ops: Iterable[MemoryOp | BlockCopy]) -> None:
         """Carry out what happens to memory between two steps, in order.
 
         Args:
             ops: ``allocate`` gives an id a block of that codec, its bytes arbitrary; ``free`` takes it away; ``demote``
-                encodes an allocated, full block in a smaller codec. Copies are as in ``copy``.
+                encodes an allocated block in a smaller codec, or its first positions, of which it holds no more. Copies
+                are as in ``copy``.
 
         Raises:
             InvariantViolation: An operation cannot be, as its id or its codec is, or is beyond the budget; those
@@ -258,7 +293,7 @@ class SlabArena:
                 self._class_of(op.block_id)
                 self._release(op.block_id)
             elif op.kind == "demote":
-                self._demote(op.block_id, op.codec)
+                self._demote(op.block_id, op.codec, op.num_tokens or self._kv_spec.block_size)
             else:
                 raise InvariantViolation(f"[storage] memory operation {op.kind!r} is none")
 
@@ -326,7 +361,7 @@ class SlabArena:
             )
         self._put(block_id, self._numbers[codec], self._find_cell(self._numbers[codec]))
 
-    def _demote(self, block_id: int, codec: str) -> None:
+    def _demote(self, block_id: int, codec: str, num_tokens: int) -> None:
         source = self._class_of(block_id)
         if codec not in self._numbers or self.block_bytes(codec) >= source.block_bytes:
             raise InvariantViolation(
@@ -334,7 +369,7 @@ class SlabArena:
                 f"received {codec!r}"
             )
         encoded = self._encoded[: self.block_bytes(codec)]
-        self._recode(block_id, codec, encoded, self._kv_spec.block_size)
+        self._recode(block_id, codec, encoded, num_tokens)
         self._release(block_id)
         self._allocate(block_id, codec)
         self.block(block_id)[:] = encoded
@@ -354,6 +389,8 @@ class SlabArena:
             block_size=spec.block_size,
             head_dim=spec.head_dim,
             num_tokens=num_tokens,
+            # Left out where it is not needed: extensions without these codecs do not take it.
+            **({} if self.transforms is None else {"transforms": self.transforms}),
         )
         if num_held and not self._num_held_rows:
             logger.warning(
