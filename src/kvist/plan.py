@@ -14,14 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvist.cache.footprint import AgeProfile, AgeProfiles
 from kvist.errors import ConfigError
 from kvist.kernels import native
 from kvist.model.spec_readers import read_spec
-from kvist.precision import PRESETS, KVPrecision
+from kvist.precision import PRESETS, KVBudget, KVPrecision
 from kvist.spec import (
     DTYPE_BYTES,
     GIB,
     LOSSY_CODECS,
+    SPAN_CODEC_BITS,
     KVSpec,
     ModelSpec,
     native_weight_bytes,
@@ -40,8 +42,10 @@ __all__ = [
     "detect_hardware",
     "kv_spec_of",
     "memory_estimate",
+    "precision_of",
     "read_spec",
     "resolve",
+    "usable_bytes",
     "weight_format",
 ]
 
@@ -118,6 +122,8 @@ class EnginePlan:
     """Format in which K and V are written: a key of ``spec.CODEC_BITS``."""
     precision: str = ""
     """Format of blocks by age, as ``--kv-precision``; empty: all blocks keep ``codec``."""
+    transforms: str = ""
+    """Where what int4 and int3 know of the model is from: ``auto``, ``none`` or a file; empty without those codecs."""
     demote_before_evict: bool = False
     """Whether cached blocks that nobody uses are made smaller before any is evicted."""
     block_size: int
@@ -179,6 +185,7 @@ class EnginePlan:
             f"weight_cache={'on' if self.weight_cache else 'off'}",
             f"dtype={self.dtype}",
             f"kv={self.precision or self.codec}",
+            f"kv_transforms={Path(self.transforms).name or 'unused'}",
             f"demote_before_evict={'on' if self.demote_before_evict else 'off'}",
             f"kv_memory={self.kv_bytes / GIB:.2f}GiB",
             f"blocks={self.num_blocks}x{self.block_size}",
@@ -215,16 +222,22 @@ class MemoryEstimate:
     block_size: int
     """Tokens per block."""
     token_bytes: int
-    """K and V of one token over all layers; only the KV heads count (GQA)."""
+    """K and V of one token over all layers, once it is old; only the KV heads count (GQA)."""
+    old_block_bytes: int
+    """One such block."""
     blocks_per_request: int
     """Whole blocks that a request of ``context`` tokens holds."""
     request_bytes: int
-    """What this engine allocates for one request: every layer keeps all blocks, sliding windows included."""
+    """What this engine allocates for one request while it generates: every layer keeps all blocks, sliding windows
+    included; the youngest blocks in the codec they are written in."""
+    step_bytes: int
+    """What is promised in addition while a prompt is computed, since its blocks get smaller after a step only; 0 where
+    they never do."""
     windowed_request_bytes: int
     """What a request would need if each sliding-window layer kept its window only (whole blocks). Nothing in this
     version saves that; equal to request_bytes for models without windows."""
     kv_bytes: int
-    """request_bytes times concurrency."""
+    """request_bytes times concurrency, and step_bytes."""
     num_parameters: int
     """Weights in all; tied embeddings counted once."""
     weight_bytes: int
@@ -234,7 +247,7 @@ class MemoryEstimate:
 
     def num_requests_that_fit(self, memory_bytes: int) -> int:
         """Return how many such requests fit beside the weights in ``memory_bytes``; 0 when not even the weights do."""
-        return max(0, memory_bytes - self.weight_bytes) // self.request_bytes
+        return max(0, memory_bytes - self.weight_bytes - self.step_bytes) // self.request_bytes
 
 
 def resolve(config: EngineConfig, spec: ModelSpec, hardware: Hardware) -> EnginePlan:
@@ -249,7 +262,7 @@ def resolve(config: EngineConfig, spec: ModelSpec, hardware: Hardware) -> Engine
     Raises:
         ConfigError: The request for a context, a memory size or a model cannot be met; the message has the numbers.
     """
-    precision = _precision(config.cache)
+    precision = precision_of(config.cache)
     kv_spec = _kv_spec(spec, config.cache.kv_cache_dtype, config.cache.block_size)
     weights = weight_format(config.model, spec, kv_spec.codec, hardware)
     if precision is not None and weights.plane != "native":
@@ -266,8 +279,14 @@ def resolve(config: EngineConfig, spec: ModelSpec, hardware: Hardware) -> Engine
             "[plan] --audit-fraction and --refresh-every work on blocks that keep their codec, received "
             f"--kv-precision {precision}; leave them out, or set --kv-cache-dtype raw16 or int8"
         )
+    if precision is not None and config.cache.kv_cache == "off":
+        raise ConfigError(
+            f"[plan] --kv-cache off keeps no blocks that could become smaller, received --kv-precision {precision}; "
+            "set --kv-cache-dtype raw16 and leave out --kv-precision"
+        )
     num_blocks, kv_bytes = _num_blocks(config, kv_spec, precision, context, weight_bytes, hardware)
-    max_context_len, notes = _fit_context(config, kv_spec, context, num_blocks)
+    profile = _profile(config.scheduler.max_batch_tokens, kv_spec, precision)
+    max_context_len, notes = _fit_context(config, kv_spec, profile, context, num_blocks)
     if weights.plane == "torch" and config.model.dtype == "auto":
         reason = hardware.why_no_isa or why_not_native(spec)
         if hardware.isa == PORTABLE_ISA:
@@ -285,6 +304,7 @@ def resolve(config: EngineConfig, spec: ModelSpec, hardware: Hardware) -> Engine
         dtype=weights.dtype,
         codec=kv_spec.codec,
         precision=str(precision or ""),
+        transforms=_transforms(config.cache, precision),
         demote_before_evict=precision is not None and config.cache.demote_before_evict != "off",
         block_size=kv_spec.block_size,
         num_blocks=num_blocks,
@@ -313,6 +333,17 @@ def resolve(config: EngineConfig, spec: ModelSpec, hardware: Hardware) -> Engine
     )
 
 
+def _transforms(cache: CacheConfig, precision: KVPrecision | None) -> str:
+    if precision is not None and precision.has_spans:
+        return cache.kv_transforms
+    if cache.kv_transforms != "auto":
+        raise ConfigError(
+            f"[plan] --kv-transforms {cache.kv_transforms} is for {' and '.join(SPAN_CODEC_BITS)}, which "
+            f"--kv-precision {precision or 'left out'} does not use; leave it out, or set --kv-cache-dtype int4"
+        )
+    return ""
+
+
 def _refresh_every(config: EngineConfig, kv_spec: KVSpec) -> int:
     every = config.cache.refresh_every or 0
     if every and kv_spec.codec not in LOSSY_CODECS:
@@ -323,14 +354,15 @@ def _refresh_every(config: EngineConfig, kv_spec: KVSpec) -> int:
     return every
 
 
-def memory_estimate(
+def memory_estimate(  # noqa: PLR0913  # each a number of its own
     spec: ModelSpec,
     *,
-    codec: str = "auto",
+    codec: str | KVPrecision = "auto",
     weights: WeightFormat = TORCH_FLOAT32,
     context: int,
     concurrency: int,
     block_size: int,
+    max_batch_tokens: int = 512,
 ) -> MemoryEstimate:
     """Return what ``concurrency`` requests of ``context`` tokens need, before anything is loaded.
 
@@ -338,11 +370,13 @@ def memory_estimate(
 
     Args:
         spec: The model.
-        codec: As ``--kv-cache-dtype``; auto as in ``resolve``.
+        codec: As ``--kv-cache-dtype``, auto as in ``resolve``; or the rule by which blocks change their codec.
         weights: What ``weight_format`` returned.
         context: Tokens per request, prompt and output, >= 1.
         concurrency: Requests at once, >= 1.
         block_size: Tokens per block, >= 1.
+        max_batch_tokens: Positions of a step; they count where blocks change their codec, since they are written in the
+            largest.
 
     Raises:
         ConfigError: A number is below 1, or the codec is unknown.
@@ -354,19 +388,26 @@ def memory_estimate(
     ):
         if value < 1:
             raise ConfigError(f"[plan] {name} must be at least 1, received {value}")
-    kv_spec = _kv_spec(spec, codec, block_size)
+    precision = _rule_of(codec) if isinstance(codec, str) else codec
+    written = codec if isinstance(codec, str) else "auto"
+    kv_spec = _kv_spec(spec, written, block_size)
+    old = kv_spec if precision is None else replace(kv_spec, codec=precision.rest)
     blocks = kv_spec.num_blocks_for(context)
-    request_bytes = blocks * kv_spec.block_bytes
-    kv_bytes = request_bytes * concurrency
+    profile = _profile(1, kv_spec, precision)
+    request_bytes = profile.total(blocks)
+    step_bytes = _profile(max_batch_tokens, kv_spec, precision).total(blocks) - request_bytes
+    kv_bytes = request_bytes * concurrency + step_bytes
     weight_bytes = weights.num_bytes(spec)
     return MemoryEstimate(
         context=context,
         concurrency=concurrency,
         block_size=block_size,
-        token_bytes=kv_spec.token_bytes,
+        token_bytes=old.token_bytes,
+        old_block_bytes=old.block_bytes,
         blocks_per_request=blocks,
         request_bytes=request_bytes,
-        windowed_request_bytes=_windowed_request_bytes(spec, kv_spec, context),
+        step_bytes=step_bytes,
+        windowed_request_bytes=_windowed_request_bytes(spec, kv_spec, profile, context),
         kv_bytes=kv_bytes,
         num_parameters=spec.num_parameters,
         weight_bytes=weight_bytes,
@@ -428,12 +469,25 @@ def kv_spec_of(plan: EnginePlan, spec: ModelSpec) -> KVSpec:
     return _kv_spec(spec, plan.codec, plan.block_size)
 
 
+def usable_bytes(
+    spec: ModelSpec, precision: KVPrecision | None, block_size: int, num_bytes: int
+) -> int:
+    """Return how much of some KV memory blocks may fill: with several codecs a little stays free between them."""
+    if precision is None:
+        return num_bytes
+    kv_spec = _kv_spec(spec, "auto", block_size)
+    try:
+        return slab_layout(block_bytes_by_codec(kv_spec, precision), num_bytes).budget_bytes
+    except ConfigError:  # less than a few blocks
+        return 0
+
+
 def block_bytes_by_codec(kv_spec: KVSpec, precision: KVPrecision) -> dict[str, int]:
     """Return the bytes of a block in each codec that it may come to be in."""
     return {codec: replace(kv_spec, codec=codec).block_bytes for codec in precision.codecs}
 
 
-def _precision(cache: CacheConfig) -> KVPrecision | None:
+def precision_of(cache: CacheConfig) -> KVPrecision | None:
     """Return the rule by which blocks change their codec; None: they do not."""
     text = cache.kv_precision
     if text is None and cache.kv_cache_dtype not in PRESETS:
@@ -448,7 +502,12 @@ def _precision(cache: CacheConfig) -> KVPrecision | None:
             f"[plan] --kv-cache-dtype {cache.kv_cache_dtype} keeps all blocks in one codec and --kv-precision {text} "
             "does not; give one of them"
         )
-    return KVPrecision.parse(PRESETS[cache.kv_cache_dtype] if text is None else text)
+    return _rule_of(cache.kv_cache_dtype) if text is None else KVPrecision.parse(text)
+
+
+def _rule_of(codec: str) -> KVPrecision | None:
+    """Return the rule that a value of ``--kv-cache-dtype`` stands for; None: all blocks keep one codec."""
+    return KVPrecision.parse(PRESETS[codec]) if codec in PRESETS else None
 
 
 def _kv_spec(spec: ModelSpec, codec: str, block_size: int) -> KVSpec:
@@ -514,20 +573,39 @@ def _num_blocks(
     return num_blocks, num_bytes
 
 
+def _profile(max_chunk: int, kv_spec: KVSpec, precision: KVPrecision | None) -> AgeProfile:
+    """Return what the blocks of a request take, as admission counts them."""
+    size = kv_spec.block_bytes
+    if precision is None:
+        return AgeProfile((), size, size)
+    budget = KVBudget(
+        num_bytes=0,
+        block_bytes=block_bytes_by_codec(kv_spec, precision),
+        precision=precision,
+        max_chunk=max_chunk,
+    )
+    return AgeProfiles(budget, kv_spec.block_size).of(max_chunk)
+
+
 def _fit_context(
-    config: EngineConfig, kv_spec: KVSpec, context: int, num_blocks: int
+    config: EngineConfig,
+    kv_spec: KVSpec,
+    profile: AgeProfile,
+    context: int,
+    num_blocks: int,
 ) -> tuple[int, tuple[str, ...]]:
     # Admission never counts on what pins may hold.
     num_usable = num_blocks - num_pinnable(num_blocks, config.cache.pin_fraction)
-    capacity = num_usable * kv_spec.block_size
+    num_fitting = profile.max_blocks(num_usable * kv_spec.block_bytes)
+    capacity = num_fitting * kv_spec.block_size
     if capacity >= context:
         return context, ()
     usable_fraction = num_usable / num_blocks
-    needed_gib = kv_spec.num_blocks_for(context) * kv_spec.block_bytes / usable_fraction / GIB
+    needed_gib = profile.total(kv_spec.num_blocks_for(context)) / usable_fraction / GIB
     if config.model.max_context is not None:
         raise ConfigError(
             f"[plan] --max-context {context} needs {kv_spec.num_blocks_for(context)} blocks of "
-            f"{kv_spec.block_size} tokens ({needed_gib:.2f} GiB), and {num_usable} fit; lower --max-context to "
+            f"{kv_spec.block_size} tokens ({needed_gib:.2f} GiB), and {num_fitting} fit; lower --max-context to "
             f"{capacity} or set --memory-gib to at least {needed_gib:.2f}"
         )
     note = (
@@ -538,13 +616,16 @@ def _fit_context(
     return capacity, (note,)
 
 
-def _windowed_request_bytes(spec: ModelSpec, kv_spec: KVSpec, context: int) -> int:
-    layer_block_bytes = kv_spec.block_bytes // kv_spec.num_layers
-    blocks = sum(
-        kv_spec.num_blocks_for(context if layer.window is None else min(context, layer.window))
+def _windowed_request_bytes(
+    spec: ModelSpec, kv_spec: KVSpec, profile: AgeProfile, context: int
+) -> int:
+    return sum(
+        profile.total(
+            kv_spec.num_blocks_for(context if layer.window is None else min(context, layer.window))
+        )
+        // kv_spec.num_layers
         for layer in spec.layers
     )
-    return blocks * layer_block_bytes
 
 
 def detect_hardware(

@@ -116,6 +116,11 @@ class KVPrecision:
         used = {self.sink, self.rest, *(codec for _, codec in self.windows)}
         return tuple(codec for codec in LADDER if codec in used)
 
+    @property
+    def has_spans(self) -> bool:
+        """Whether blocks may come to be in a codec that encodes whole spans."""
+        return not SPAN_CODEC_BITS.keys().isdisjoint(self.codecs)
+
     def __str__(self) -> str:
         windows = [f"recent:{num_tokens}={codec}" for num_tokens, codec in self.windows]
         return ",".join([f"sink={self.sink}", *windows, f"rest={self.rest}"])

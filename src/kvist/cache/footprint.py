@@ -36,7 +36,7 @@ class AgeProfile:
 
     Args:
         steps: (distance, units), distances never falling, units never rising: blocks nearer to the youngest than that
-            distance, and not nearer than the one before, take so much. At least one.
+            distance, and not nearer than the one before, take so much.
         rest: Units of all older ones, at most those of the last step.
         sink: Units of the first block of a sequence once it is out of the first step.
     """

@@ -23,9 +23,12 @@ from kvist.plan import (
     MemoryEstimate,
     detect_hardware,
     memory_estimate,
+    precision_of,
     read_spec,
+    usable_bytes,
     weight_format,
 )
+from kvist.precision import KVPrecision
 from kvist.spec import GIB, ModelSpec
 
 
@@ -46,10 +49,12 @@ def plan(
             "weights",
             "dtype",
             "kv_cache_dtype",
+            "kv_precision",
             "block_size",
             "memory_gib",
             "cache_share",
             "pin_fraction",
+            "max_batch_tokens",
         ),
     ],
 ) -> None:
@@ -60,13 +65,15 @@ def plan(
     spec = find_spec(config.model.model)
     hardware = detect_hardware()
     weights = weight_format(config.model, spec, config.cache.kv_cache_dtype, hardware)
+    precision = precision_of(config.cache)
     estimate = memory_estimate(
         spec,
-        codec=config.cache.kv_cache_dtype,
+        codec=config.cache.kv_cache_dtype if precision is None else precision,
         weights=weights,
         context=context,
         concurrency=concurrency,
         block_size=config.cache.block_size,
+        max_batch_tokens=config.scheduler.max_batch_tokens,
     )
     memory_bytes = _kv_memory_bytes(config, estimate, hardware)
     document = {
@@ -115,13 +122,18 @@ def _kv_memory_bytes(config: EngineConfig, estimate: MemoryEstimate, hardware: H
 def _document(
     config: EngineConfig, spec: ModelSpec, estimate: MemoryEstimate, memory_bytes: int
 ) -> dict[str, Any]:  # Any: JSON values
+    precision = precision_of(config.cache)
     codec = config.cache.kv_cache_dtype
+    if codec == "auto":
+        codec = "raw16" if precision is None else "mixed"
     pinnable_bytes = int(memory_bytes * config.cache.pin_fraction)
-    left_bytes = memory_bytes - pinnable_bytes
+    block_size = config.cache.block_size
+    left_bytes = usable_bytes(spec, precision, block_size, memory_bytes) - pinnable_bytes
     return {
         "model": config.model.model,
         "parameters": estimate.num_parameters,
-        "kv_cache_dtype": "raw16" if codec == "auto" else codec,
+        "kv_cache_dtype": codec,
+        "kv_precision": None if precision is None else str(precision),
         "context": estimate.context,
         "max_context": spec.max_context_len,
         "concurrency": estimate.concurrency,
@@ -134,6 +146,7 @@ def _document(
         "kv_bytes_per_token": estimate.token_bytes,
         "kv_bytes_per_request": estimate.request_bytes,
         "kv_bytes_per_request_windowed": estimate.windowed_request_bytes,
+        "kv_bytes_per_step": estimate.step_bytes,
         "kv_bytes_total": estimate.kv_bytes,
         "total_bytes": estimate.total_bytes,
         "memory_bytes": memory_bytes,
@@ -141,7 +154,7 @@ def _document(
         "cache_shares": {
             name: int(memory_bytes * share) for name, share in config.cache.cache_share.items()
         },
-        "requests_that_fit": left_bytes // estimate.request_bytes,
+        "requests_that_fit": max(0, left_bytes - estimate.step_bytes) // estimate.request_bytes,
         "fits": left_bytes >= estimate.kv_bytes,
     }
 
@@ -156,10 +169,11 @@ def _show(document: dict[str, Any]) -> None:  # Any: JSON values
         title_justify="left", box=None,
     )  # fmt: skip
     table.columns[1].justify = table.columns[2].justify = "right"
-    codec = document["kv_cache_dtype"]
+    rule = document["kv_precision"]
+    codec = document["kv_cache_dtype"] if rule is None else KVPrecision.parse(rule).rest
     per_token = (
         f"{document['num_layers']} layers x 2 x {document['num_kv_heads']} KV heads x "
-        f"{document['head_dim']} in {'raw16' if codec == 'mixed' else codec}{shared}"
+        f"{document['head_dim']} in {codec}{shared}"
     )
     rows = (
         ("weights", "weight_bytes", f"{document['parameters']:,} values in {document['weights']}"),
@@ -172,9 +186,11 @@ def _show(document: dict[str, Any]) -> None:  # Any: JSON values
         table.add_row(name, f"{document[key]:,}", _human(document[key]), how)
     console = result_console()
     console.print(table)
-    if codec == "mixed":
+    if rule is not None:
         console.print(
-            "Memory is promised to requests in raw16, as K and V are written; old and cached blocks take less."
+            f"Blocks by age: {rule}. Each request's youngest are in raw16, as K and V are written; while prompts are "
+            f"computed, {_human(document['kv_bytes_per_step'])} more, since blocks get smaller after a step "
+            "(--max-batch-tokens)."
         )
     windowed = document["kv_bytes_per_request_windowed"]
     if windowed < document["kv_bytes_per_request"]:

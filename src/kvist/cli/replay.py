@@ -261,7 +261,7 @@ class _Memory:
             context=block_size,
             concurrency=1,
             block_size=block_size,
-        ).request_bytes
+        ).old_block_bytes
         self.num_distinct = num_distinct_blocks(records, block_size)
         if blocks is not None:
             self.num_blocks = blocks

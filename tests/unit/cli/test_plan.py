@@ -18,7 +18,7 @@ KEYS = {
     "concurrency", "block_size", "num_layers", "num_heads",
     "num_kv_heads", "head_dim", "weight_bytes", "kv_bytes_per_token", "kv_bytes_per_request",
     "kv_bytes_per_request_windowed", "kv_bytes_total", "total_bytes", "memory_bytes", "requests_that_fit", "fits",
-    "pinnable_bytes", "cache_shares",
+    "pinnable_bytes", "cache_shares", "kv_precision", "kv_bytes_per_step",
 }  # fmt: skip
 
 
