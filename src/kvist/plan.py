@@ -130,6 +130,8 @@ class EnginePlan:
     """Tokens per block."""
     num_blocks: int
     """Blocks of ``codec`` that the pool holds."""
+    raw_block_bytes: int = 0
+    """Bytes of a block in 16 bits, which others are compared with; 0 where nobody asks."""
     kv_bytes: int
     """Bytes of the whole pool. With one codec num_blocks times the block's bytes, else a little more."""
     weight_bytes: int
@@ -308,6 +310,7 @@ def resolve(config: EngineConfig, spec: ModelSpec, hardware: Hardware) -> Engine
         demote_before_evict=precision is not None and config.cache.demote_before_evict != "off",
         block_size=kv_spec.block_size,
         num_blocks=num_blocks,
+        raw_block_bytes=replace(kv_spec, codec="raw16").block_bytes,
         kv_bytes=kv_bytes,
         weight_bytes=weight_bytes,
         weight_cache=weights.plane == "native" and config.model.weight_cache == "on",

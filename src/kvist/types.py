@@ -307,6 +307,8 @@ class Usage:
     """Prompt tokens, in whole blocks, that have a TTL now; None: not asked for."""
     num_pinned_tokens: int | None = None
     """Prompt tokens, in whole blocks, that are pinned now; None: not asked for."""
+    cached_by_codec: Mapping[str, int] = field(default_factory=dict)
+    """num_cached_tokens by the codec that their K and V were in; empty where all blocks have the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

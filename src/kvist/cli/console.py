@@ -60,14 +60,17 @@ def note(message: str, *, style: str = "dim") -> None:
 
 
 @contextmanager
-def working(what: str) -> Iterator[None]:
-    """Show on a terminal that something takes its time, while the block runs."""
+def working(what: str) -> Iterator[Callable[[str], None]]:
+    """Show on a terminal that something takes its time, while the block runs; yields what to call with news of it.
+
+    News are written as lines where there is no terminal.
+    """
     console = note_console()
     if not console.is_terminal:
-        yield
+        yield note
         return
-    with console.status(Text(what)):
-        yield
+    with console.status(Text(what)) as status:
+        yield lambda news: status.update(Text(news))
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from kvist.config import ModelConfig
 from kvist.model import catalog, pull
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from rich.progress import TaskID
 
@@ -80,8 +80,8 @@ def running_engine(config: EngineConfig) -> Iterator[AsyncEngine]:
         ConfigError: The configuration cannot work on this machine.
     """
     ensure_available(config.model.model)
-    with working(f"loading {config.model.model}"):
-        engine = _build(config)
+    with working(f"loading {config.model.model}") as show:
+        engine = _build(config, show)
     try:
         engine.start()
         yield engine
@@ -89,10 +89,13 @@ def running_engine(config: EngineConfig) -> Iterator[AsyncEngine]:
         engine.close()
 
 
-def _build(config: EngineConfig) -> AsyncEngine:
+def _build(config: EngineConfig, show: Callable[[str], None]) -> AsyncEngine:
     from kvist.engine.build import build_engine  # noqa: PLC0415  # loads torch
 
-    return build_engine(config)
+    def on_progress(name: str, done: int, total: int) -> None:
+        show(f"{name}: {done:,} of {total:,} tokens")
+
+    return build_engine(config, on_progress)
 
 
 class _ProgressBars:

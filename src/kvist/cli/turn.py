@@ -65,6 +65,7 @@ class Turn:
         return {
             "num_prompt_tokens": first.num_prompt_tokens,
             "num_cached_tokens": first.num_cached_tokens,
+            **({"cached_by_codec": dict(first.cached_by_codec)} if first.cached_by_codec else {}),
             "num_computed_tokens": sum(usage.num_computed_tokens for usage in self.usages),
             "num_output_tokens": num_output_tokens,
             "ttft_s": round(self.ttft_s, 6),
@@ -79,8 +80,10 @@ class Turn:
         """Return the numbers as one line for a person."""
         numbers = self.numbers()
         speed = numbers["output_tokens_per_s"]
+        codecs = ", ".join(f"{n} in {codec}" for codec, n in self.usages[0].cached_by_codec.items())
         return (
-            f"reused {numbers['num_cached_tokens']} of {numbers['num_prompt_tokens']} prompt tokens, "
+            f"reused {numbers['num_cached_tokens']} of {numbers['num_prompt_tokens']} prompt tokens"
+            f"{f' ({codecs})' if codecs else ''}, "
             f"computed {numbers['num_computed_tokens']}; TTFT {format_seconds(self.ttft_s)}; "
             f"{numbers['num_output_tokens']} tokens out"
             + (f" at {speed:.1f} tokens/s" if speed is not None else "")

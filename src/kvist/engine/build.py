@@ -40,12 +40,14 @@ from kvist.sched.scheduler import Scheduler
 from kvist.storage.arena import BlockArena
 from kvist.storage.inspection import BlockInspector
 from kvist.storage.slabs import SlabArena
+from kvist.tune.start import transforms_at_start
 from kvist.types import BlockId
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from kvist.codecs.transforms import KVTransforms
     from kvist.config import EngineConfig
     from kvist.engine.core import Runner
     from kvist.model.decoder import Decoder
@@ -53,32 +55,47 @@ if TYPE_CHECKING:
     from kvist.plan import EnginePlan
     from kvist.sched.output import StepPlan, StepResult
     from kvist.spec import ModelSpec
+    from kvist.tune.start import Progress
+
+CALIBRATION_MEMORY_FRACTION = 0.75
+"""Share of the available memory that the weights of a calibration may take, beside activations and the page cache."""
 
 logger = logging.getLogger(__name__)
 
 
-def build_engine(config: EngineConfig) -> AsyncEngine:
+def build_engine(config: EngineConfig, on_progress: Progress | None = None) -> AsyncEngine:
     """Load a model and make an engine of it, ready for ``start``.
+
+    Args:
+        config: What the user asked for.
+        on_progress: Is told how far a calibration is, where one is needed first.
 
     Raises:
         ConfigError: The configuration cannot work with this model on this machine.
         ModelLoadError: The model is missing, corrupt or unsupported.
 
     Side effects:
-        Sets the tensor library's thread count for the whole process; logs the plan in one INFO line.
+        Sets the tensor library's thread count for the whole process; logs the plan in one INFO line; keeps a new
+        calibration in ``envvars.tune_folder()``.
     """
     resolved = catalog.resolve(config.model.model)
     named = dataclasses.replace(config.model, model=resolved.name)
     spec = planning.read_spec(resolved.path)
-    plan = planning.resolve(
-        dataclasses.replace(config, model=named), spec, planning.detect_hardware()
-    )
+    hardware = planning.detect_hardware()
+    plan = planning.resolve(dataclasses.replace(config, model=named), spec, hardware)
     logger.info("[engine] %s", plan.one_line())
     tokenizer = load_tokenizer(resolved.path)
     fingerprint = model_fingerprint(resolved.path, spec)
-    core = assemble(
-        plan, load_model(plan, resolved.path, spec, fingerprint), tokenizer, fingerprint
-    )
+    transforms = None
+    if plan.transforms:
+        torch.set_num_threads(plan.threads)
+        # Before the weights and the blocks are there: a calibration needs memory for weights of its own.
+        left = int(hardware.available_bytes * CALIBRATION_MEMORY_FRACTION)
+        transforms = transforms_at_start(
+            plan.transforms, resolved.path, spec, left, on_progress or (lambda *_: None)
+        )
+    decoder = load_model(plan, resolved.path, spec, fingerprint)
+    core = assemble(plan, decoder, tokenizer, fingerprint, transforms)
     return AsyncEngine(core, tokenizer, plan)
 
 
@@ -109,7 +126,11 @@ def load_model(
 
 
 def assemble(
-    plan: EnginePlan, decoder: Decoder | NativeDecoder, tokenizer: Tokenizer, fingerprint: str
+    plan: EnginePlan,
+    decoder: Decoder | NativeDecoder,
+    tokenizer: Tokenizer,
+    fingerprint: str,
+    transforms: KVTransforms | None = None,
 ) -> EngineCore:
     """Return the core that a plan describes, around a model that is loaded already.
 
@@ -118,14 +139,15 @@ def assemble(
         decoder: Weights in ``plan.weights``, of the plan's plane.
         tokenizer: The model's.
         fingerprint: Identity of the weights; cached blocks are never shared between different ones.
+        transforms: What int4 and int3 know of the model; None where the plan has neither.
 
     Raises:
-        ConfigError: The KV memory cannot be allocated.
+        ConfigError: The KV memory cannot be allocated, or there are no transforms and the plan needs them.
 
     Side effects: allocates the KV memory. The key of the cache's hashes is new and secret each time.
     """
     # First, so that memory that is not there is refused before there is an object for each block of it.
-    arena = _make_arena(plan, decoder)
+    arena = _make_arena(plan, decoder, transforms)
     runner = make_runner(decoder, arena)
     manager = CacheManager(
         num_blocks=plan.num_blocks,
@@ -163,7 +185,9 @@ def assemble(
     )
 
 
-def _make_arena(plan: EnginePlan, decoder: Decoder | NativeDecoder) -> BlockArena | SlabArena:
+def _make_arena(
+    plan: EnginePlan, decoder: Decoder | NativeDecoder, transforms: KVTransforms | None
+) -> BlockArena | SlabArena:
     """Allocate the memory of all blocks."""
     kv_spec = planning.kv_spec_of(plan, decoder.spec)
     if not plan.precision:
@@ -171,7 +195,7 @@ def _make_arena(plan: EnginePlan, decoder: Decoder | NativeDecoder) -> BlockAren
         return BlockArena(kv_spec, plan.num_blocks + plan.prefix_cache)
     assert isinstance(decoder, NativeDecoder), "a plan with several codecs is native"
     codecs = KVPrecision.parse(plan.precision).codecs
-    return SlabArena(kv_spec, codecs, plan.kv_bytes, decoder.pool)
+    return SlabArena(kv_spec, codecs, plan.kv_bytes, decoder.pool, transforms)
 
 
 def _budget(plan: EnginePlan, arena: BlockArena | SlabArena) -> KVBudget | None:
@@ -184,6 +208,7 @@ def _budget(plan: EnginePlan, arena: BlockArena | SlabArena) -> KVBudget | None:
         block_bytes={codec: arena.block_bytes(codec) for codec in precision.codecs},
         precision=precision,
         demote_before_evict=plan.demote_before_evict,
+        max_chunk=plan.max_batch_tokens,
     )
 
 

@@ -53,8 +53,12 @@ class MemoryStats:
     """Free, evictable and held; together the pool."""
     bytes_by_codec: Mapping[str, int]
     """Of the blocks that hold something, by codec; together evictable and held."""
+    blocks_by_codec: Mapping[str, int]
+    """Those blocks."""
     saved_fraction: float
     """What blocks in smaller codecs save of what they would take as they were written, in [0, 1)."""
+    compression: float
+    """What the blocks would take in 16 bits, divided by what they take with all metadata; 1 where there are none."""
     layers: tuple[LayerStats, ...]
     """By window, in the order of the model; empty where the model's layers are not known."""
 
@@ -75,7 +79,8 @@ def memory_stats(plan: EnginePlan, cache: CacheStats, requests: RequestStats) ->
         "held": cache.held_units * unit_bytes,
     }
     used_bytes = states["evictable"] + states["held"]
-    written_bytes = (cache.num_evictable + cache.num_held) * block_bytes
+    num_used = cache.num_evictable + cache.num_held
+    written_bytes = num_used * block_bytes
     num_layers_in_all = max(1, len(plan.layer_windows))
     windows = Counter(plan.layer_windows)
     return MemoryStats(
@@ -83,6 +88,8 @@ def memory_stats(plan: EnginePlan, cache: CacheStats, requests: RequestStats) ->
         block_bytes=block_bytes,
         bytes_by_state=states,
         bytes_by_codec=cache.bytes_by_codec or {plan.codec: used_bytes},
+        blocks_by_codec=cache.blocks_by_codec or {plan.codec: num_used},
+        compression=num_used * plan.raw_block_bytes / used_bytes if used_bytes else 1.0,
         saved_fraction=1 - used_bytes / written_bytes if written_bytes else 0.0,
         layers=tuple(
             LayerStats(

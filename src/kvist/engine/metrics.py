@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvist.types import FinishReason
@@ -109,6 +109,8 @@ class RequestStats:
     """Of each step: choosing tokens by their logits."""
     apply_s: HistogramStats
     """Of each step: publishing blocks, text, and the ends of sequences."""
+    reused_by_codec: Mapping[str, int] = field(default_factory=dict)
+    """num_reused_tokens by the codec that they were in; empty where all blocks have the same."""
 
 
 class RequestMetrics:
@@ -122,6 +124,7 @@ class RequestMetrics:
         self._reused_by_window = dict.fromkeys(windows, 0)
         self._num_prompt_tokens = 0
         self._num_reused_tokens = 0
+        self._reused_by_codec: Counter[str] = Counter()
         self._num_output_tokens = 0
         self._finished: Counter[str] = Counter({reason.value: 0 for reason in FinishReason})
         self._degenerate: Counter[str] = Counter(loop=0, entropy=0)
@@ -171,6 +174,7 @@ class RequestMetrics:
             return  # never started
         self._num_prompt_tokens += request.num_prompt_tokens
         self._num_reused_tokens += request.num_cached_tokens
+        self._reused_by_codec.update(request.cached_by_codec)
         for window in self._reused_by_window:
             self._reused_by_window[window] += min(request.num_cached_tokens, window - 1)
         self._hit_tokens.observe(request.num_cached_tokens)
@@ -189,6 +193,7 @@ class RequestMetrics:
             num_prompt_tokens=self._num_prompt_tokens,
             num_reused_tokens=self._num_reused_tokens,
             reused_by_window=self._reused_by_window.copy(),
+            reused_by_codec=dict(self._reused_by_codec),
             num_output_tokens=self._num_output_tokens,
             finished=dict(self._finished),
             degenerate=dict(self._degenerate),

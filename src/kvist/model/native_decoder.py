@@ -152,8 +152,7 @@ class NativeDecoder:
             self._logits,
             arena.offsets,
             arena.codecs,
-            # Left out where it is not needed: extensions without int4 and int3 do not take it.
-            **({} if arena.transforms is None else {"transforms": arena.transforms}),
+            arena.transforms,
         )
         return StepScores(
             logits=self._logits,

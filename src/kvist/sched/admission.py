@@ -156,6 +156,7 @@ class Admission:
         request.num_computed_tokens = lease.num_computed_tokens
         if request.num_cached_tokens is None:
             request.num_cached_tokens = lease.num_computed_tokens
+            request.cached_by_codec = lease.reused_tokens
             request.miss = lease.miss
             request.admitted_ns = self._clock()
             self._policy.charge(request, request.num_uncomputed_tokens)

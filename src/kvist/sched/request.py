@@ -112,6 +112,8 @@ class Request:
     """Leading positions that were ever computed or cached for this request; below it, computing is recomputing."""
     num_cached_tokens: int | None = field(init=False, default=None)
     """Hit tokens at first admission; None before it."""
+    cached_by_codec: Mapping[str, int] = field(init=False, default_factory=dict)
+    """Those by the codec that they were in; empty where all blocks have one."""
     num_positions_computed: int = field(init=False, default=0)
     """All work done for this request, in token positions, repeated work included."""
     num_recomputed_tokens: int = field(init=False, default=0)
@@ -197,6 +199,7 @@ class Request:
             num_output_tokens=self.num_output_tokens,
             num_preemptions=self.num_preemptions,
             num_recomputed_tokens=self.num_recomputed_tokens,
+            cached_by_codec=self.cached_by_codec,
             queue_s=None
             if self.admitted_ns is None
             else (self.admitted_ns - self.arrival_ns) / 1e9,

@@ -322,6 +322,7 @@ class Scheduler:
             return False
         request.is_distrustful = True
         request.num_cached_tokens = 0
+        request.cached_by_codec = {}
         request.miss = distrust(request.num_prompt_tokens)
         self._manager.note_missed(request.num_tokens - 1)
         return True

@@ -263,8 +263,13 @@ def prepare_chat(document: Json, engine: ServedEngine, model: str) -> Job:
 
 
 def usage_json(usage: CallUsage) -> Json:
-    """Return OpenAI's ``usage``: ``prompt_tokens`` includes the cached ones. What was to be kept is Kvist's own."""
-    details = {"cached_tokens": usage.num_cached_tokens}
+    """Return OpenAI's ``usage``: ``prompt_tokens`` includes the cached ones.
+
+    Kvist's own are what was to be kept, and, where blocks have several codecs, in which the cached tokens were.
+    """
+    details: Json = {"cached_tokens": usage.num_cached_tokens}
+    if usage.cached_by_codec:
+        details["cached_tokens_by_codec"] = dict(usage.cached_by_codec)
     if usage.num_retained_tokens is not None:
         details["retained_tokens"] = usage.num_retained_tokens
     if usage.num_pinned_tokens is not None:

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from kvist.server.errors import ClientDisconnected
 from kvist.types import FinishDetails, FinishReason, OutputChunk, TokenLogprobs, Usage
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
     from typing import Self
 
     from kvist.server.body import Receive
@@ -83,6 +84,8 @@ class CallUsage:
     """The part of num_prompt_tokens that has a TTL; None: not asked for."""
     num_pinned_tokens: int | None = None
     """The part of num_prompt_tokens that is pinned; None: not asked for."""
+    cached_by_codec: Mapping[str, int] = field(default_factory=dict)
+    """num_cached_tokens by the codec that they were in; empty where all blocks have the same."""
 
 
 def call_usage(outputs: Sequence[ChoiceOutput], n: int) -> CallUsage:
@@ -95,9 +98,14 @@ def call_usage(outputs: Sequence[ChoiceOutput], n: int) -> CallUsage:
     usages = [output.usage for output in outputs if output.usage is not None]
     assert len(usages) == len(outputs)  # the engine sets it on every final chunk
     by_prompt = [usages[start : start + n] for start in range(0, len(usages), n)]
+    first_of = [min(group, key=_num_cached) for group in by_prompt]
+    cached_by_codec: Counter[str] = Counter()
+    for usage in first_of:
+        cached_by_codec.update(usage.cached_by_codec)
     return CallUsage(
         num_prompt_tokens=sum(group[0].num_prompt_tokens for group in by_prompt),
-        num_cached_tokens=sum(min(u.num_cached_tokens for u in group) for group in by_prompt),
+        num_cached_tokens=sum(u.num_cached_tokens for u in first_of),
+        cached_by_codec=dict(cached_by_codec),
         num_computed_tokens=sum(u.num_computed_tokens for u in usages),
         num_recomputed_tokens=sum(u.num_recomputed_tokens for u in usages),
         num_output_tokens=sum(u.num_output_tokens for u in usages),

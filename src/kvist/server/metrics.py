@@ -109,7 +109,7 @@ class EngineCollector(Collector):
         codec = self._engine.plan.codec
         labels = {"model": self._model, "codec": codec, "version": kvist.__version__}
         yield InfoMetricFamily("kvist", "What is served.", labels)
-        yield from _reuse(stats.requests, stats.cache)
+        yield from _reuse(stats.requests, stats.cache, codec)
         yield from _blocks(stats.cache, codec)
         yield _gauge("kvist_block_bytes", "Bytes of a block, all layers.", stats.memory.block_bytes)
         by_codec = GaugeMetricFamily(
@@ -118,6 +118,11 @@ class EngineCollector(Collector):
         for name, num_bytes in stats.memory.bytes_by_codec.items():
             by_codec.add_metric((name,), num_bytes)
         yield by_codec
+        yield _gauge(
+            "kvist_kv_compression_ratio",
+            "Bytes that the blocks would take in 16 bits, for each byte that they take.",
+            stats.memory.compression,
+        )
         yield from _work(stats.scheduler)
         yield from _guards(stats.guards, stats.requests, stats.cache)
         yield from _latencies(stats.requests)
@@ -143,7 +148,7 @@ def exposition(collector: Collector, accept: str) -> tuple[bytes, str]:
     return encode(registry), content_type
 
 
-def _reuse(requests: RequestStats, cache: CacheStats) -> Iterator[Metric]:
+def _reuse(requests: RequestStats, cache: CacheStats, codec: str) -> Iterator[Metric]:
     num_computed = requests.num_prompt_tokens - requests.num_reused_tokens
     yield _by(
         "kvist_prompt_tokens",
@@ -151,6 +156,12 @@ def _reuse(requests: RequestStats, cache: CacheStats) -> Iterator[Metric]:
         "The share of source=cache is the token-weighted hit share.",
         "source",
         {"cache": requests.num_reused_tokens, "computed": num_computed},
+    )
+    yield _by(
+        "kvist_reused_tokens",
+        "Prompt tokens of the sequences that ended whose K and V came from the cache, by the codec they were in.",
+        "codec",
+        requests.reused_by_codec or {codec: requests.num_reused_tokens},
     )
     yield _by(
         "kvist_missed_tokens",

@@ -389,8 +389,7 @@ class SlabArena:
             block_size=spec.block_size,
             head_dim=spec.head_dim,
             num_tokens=num_tokens,
-            # Left out where it is not needed: extensions without these codecs do not take it.
-            **({} if self.transforms is None else {"transforms": self.transforms}),
+            transforms=self.transforms,
         )
         if num_held and not self._num_held_rows:
             logger.warning(

@@ -1,0 +1,121 @@
+"""The transforms that an engine starts with.
+
+Responsible for where they are from: a file that the user names, what is kept of the model, or a calibration on the text
+that Kvist brings, which is then kept. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvist.codecs.transforms import load_transforms, save_transforms, uncalibrated
+from kvist.errors import ConfigError
+from kvist.model.fingerprint import content_fingerprint
+from kvist.model.loader import load_decoder
+from kvist.model.tokenizer import load_tokenizer
+from kvist.spec import DTYPE_BYTES
+from kvist.tune.calibration import TOKENS, calibrate
+from kvist.tune.run import transforms_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvist.codecs.transforms import KVTransforms
+    from kvist.spec import ModelSpec
+
+    Progress = Callable[[str, int, int], None]
+    """Is told what is being done, how much of it is, and how much there is."""
+
+AUTO = "auto"
+NONE = "none"
+"""Values of ``--kv-transforms`` that are no files."""
+
+logger = logging.getLogger(__name__)
+
+
+def transforms_at_start(
+    source: str,
+    path: Path,
+    spec: ModelSpec,
+    available_bytes: int,
+    on_progress: Progress,
+) -> KVTransforms:
+    """Return the transforms of a model.
+
+    Args:
+        source: As ``--kv-transforms``.
+        path: The model.
+        spec: Its specification.
+        available_bytes: Memory that a calibration may take for the model's weights.
+        on_progress: Is told how far a calibration is.
+
+    Raises:
+        ConfigError: The file is missing, damaged or of another model; or there is too little memory to calibrate.
+        ModelLoadError: The model cannot be read.
+
+    Side effects: A calibration is kept where ``kvist tune`` keeps and finds it.
+    """
+    if source == NONE:
+        return uncalibrated(spec.num_layers, spec.num_kv_heads, spec.head_dim)
+    fingerprint = content_fingerprint(path, spec)
+    if source != AUTO:
+        return load_transforms(Path(source), fingerprint)
+    file = transforms_file(fingerprint)
+    if file.exists():
+        try:
+            return load_transforms(file, fingerprint)
+        except ConfigError as error:
+            logger.warning("[tune] %s; calibrating anew", error)
+    logger.info("[tune] learning what int4 and int3 need to know of the model, once")
+    transforms = _calibrated(path, spec, fingerprint, _dtype(spec, available_bytes), on_progress)
+    try:
+        save_transforms(file, transforms)
+    except OSError as error:
+        logger.warning(
+            "[tune] cannot keep the calibration in %s: %s; the next start makes it again",
+            file,
+            error.strerror,
+        )
+    return transforms
+
+
+def _calibrated(
+    path: Path, spec: ModelSpec, fingerprint: str, dtype: str, on_progress: Progress
+) -> KVTransforms:
+    tokenizer = load_tokenizer(path)
+    tokens = tokenizer.encode(_shipped_text(), add_special_tokens=False)
+    decoder = load_decoder(path, spec, getattr(torch, dtype))
+    transforms = calibrate(
+        decoder,
+        (tokenizer.encode(""), tokens[:TOKENS]),
+        fingerprint,
+        lambda done, total: on_progress("calibrating int4 and int3", done, total),
+    )
+    # What comes next needs the memory.
+    del decoder
+    gc.collect()
+    return transforms
+
+
+def _dtype(spec: ModelSpec, available_bytes: int) -> str:
+    """Return the precision in which the weights fit, the best there is."""
+    for dtype in ("float32", "bfloat16"):
+        if spec.num_parameters * DTYPE_BYTES[dtype] <= available_bytes:
+            return dtype
+    raise ConfigError(
+        f"[tune] a calibration for int4 and int3 computes with {spec.num_parameters:,} weights of 2 bytes, and "
+        f"{available_bytes:,} bytes are available; give a file that kvist tune made elsewhere as --kv-transforms, or "
+        "--kv-transforms none, at some loss"
+    )
+
+
+def _shipped_text() -> str:
+    # Beside the demonstration, which is the other one that reads it.
+    document = resources.files("kvist").joinpath("cli", "demo_document.txt")
+    return document.read_text(encoding="utf-8")
