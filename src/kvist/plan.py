@@ -32,6 +32,8 @@ from kvist.spec import (
 from kvist.storage.slab_layout import slab_layout
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvist.config import CacheConfig, EngineConfig, ModelConfig
 
 __all__ = [
@@ -287,8 +289,7 @@ def resolve(config: EngineConfig, spec: ModelSpec, hardware: Hardware) -> Engine
             "set --kv-cache-dtype raw16 and leave out --kv-precision"
         )
     num_blocks, kv_bytes = _num_blocks(config, kv_spec, precision, context, weight_bytes, hardware)
-    profile = _profile(config.scheduler.max_batch_tokens, kv_spec, precision)
-    max_context_len, notes = _fit_context(config, kv_spec, profile, context, num_blocks)
+    max_context_len, notes = _fit_context(config, kv_spec, precision, context, kv_bytes)
     if weights.plane == "torch" and config.model.dtype == "auto":
         reason = hardware.why_no_isa or why_not_native(spec)
         if hardware.isa == PORTABLE_ISA:
@@ -396,9 +397,11 @@ def memory_estimate(  # noqa: PLR0913  # each a number of its own
     kv_spec = _kv_spec(spec, written, block_size)
     old = kv_spec if precision is None else replace(kv_spec, codec=precision.rest)
     blocks = kv_spec.num_blocks_for(context)
-    profile = _profile(1, kv_spec, precision)
+    sizes = block_bytes_by_codec(kv_spec, precision)
+    profile = _profile(1, kv_spec, precision, sizes)
     request_bytes = profile.total(blocks)
-    step_bytes = _profile(max_batch_tokens, kv_spec, precision).total(blocks) - request_bytes
+    step_profile = _profile(max_batch_tokens, kv_spec, precision, sizes)
+    step_bytes = step_profile.total(blocks) - request_bytes
     kv_bytes = request_bytes * concurrency + step_bytes
     weight_bytes = weights.num_bytes(spec)
     return MemoryEstimate(
@@ -475,18 +478,32 @@ def kv_spec_of(plan: EnginePlan, spec: ModelSpec) -> KVSpec:
 def usable_bytes(
     spec: ModelSpec, precision: KVPrecision | None, block_size: int, num_bytes: int
 ) -> int:
-    """Return how much of some KV memory blocks may fill: with several codecs a little stays free between them."""
+    """Return how much of some KV memory old blocks may fill: with several codecs a little stays free between them."""
     if precision is None:
         return num_bytes
     kv_spec = _kv_spec(spec, "auto", block_size)
+    block_bytes = block_bytes_by_codec(kv_spec, precision)
     try:
-        return slab_layout(block_bytes_by_codec(kv_spec, precision), num_bytes).budget_bytes
+        layout = slab_layout(block_bytes, num_bytes)
     except ConfigError:  # less than a few blocks
         return 0
+    return layout.budget_bytes * block_bytes[precision.rest] // layout.cell_bytes[precision.rest]
 
 
-def block_bytes_by_codec(kv_spec: KVSpec, precision: KVPrecision) -> dict[str, int]:
+def _sizes(
+    kv_spec: KVSpec, precision: KVPrecision | None, num_bytes: int
+) -> tuple[Mapping[str, int], int]:
+    """Return what a block takes of a pool by codec, and the most that all blocks may take, as the arena counts it."""
+    if precision is None:
+        return {kv_spec.codec: kv_spec.block_bytes}, num_bytes
+    layout = slab_layout(block_bytes_by_codec(kv_spec, precision), num_bytes)
+    return layout.cell_bytes, layout.budget_bytes
+
+
+def block_bytes_by_codec(kv_spec: KVSpec, precision: KVPrecision | None) -> dict[str, int]:
     """Return the bytes of a block in each codec that it may come to be in."""
+    if precision is None:
+        return {kv_spec.codec: kv_spec.block_bytes}
     return {codec: replace(kv_spec, codec=codec).block_bytes for codec in precision.codecs}
 
 
@@ -564,8 +581,8 @@ def _num_blocks(
         num_blocks = num_bytes // kv_spec.block_bytes
         num_bytes = num_blocks * kv_spec.block_bytes
     else:
-        layout = slab_layout(block_bytes_by_codec(kv_spec, precision), num_bytes)
-        num_blocks, num_bytes = layout.budget_bytes // kv_spec.block_bytes, layout.num_bytes
+        sizes, budget = _sizes(kv_spec, precision, num_bytes)
+        num_blocks = budget // sizes[kv_spec.codec]
     if num_blocks - num_pinnable(num_blocks, config.cache.pin_fraction) < minimum:
         raise ConfigError(
             f"[plan] not even one small request fits: {minimum} blocks of {kv_spec.block_bytes:,} bytes "
@@ -576,30 +593,31 @@ def _num_blocks(
     return num_blocks, num_bytes
 
 
-def _profile(max_chunk: int, kv_spec: KVSpec, precision: KVPrecision | None) -> AgeProfile:
+def _profile(
+    max_chunk: int, kv_spec: KVSpec, precision: KVPrecision | None, sizes: Mapping[str, int]
+) -> AgeProfile:
     """Return what the blocks of a request take, as admission counts them."""
-    size = kv_spec.block_bytes
     if precision is None:
+        size = sizes[kv_spec.codec]
         return AgeProfile((), size, size)
-    budget = KVBudget(
-        num_bytes=0,
-        block_bytes=block_bytes_by_codec(kv_spec, precision),
-        precision=precision,
-        max_chunk=max_chunk,
-    )
+    budget = KVBudget(num_bytes=0, block_bytes=sizes, precision=precision, max_chunk=max_chunk)
     return AgeProfiles(budget, kv_spec.block_size).of(max_chunk)
 
 
 def _fit_context(
     config: EngineConfig,
     kv_spec: KVSpec,
-    profile: AgeProfile,
+    precision: KVPrecision | None,
     context: int,
-    num_blocks: int,
+    kv_bytes: int,
 ) -> tuple[int, tuple[str, ...]]:
+    sizes, budget = _sizes(kv_spec, precision, kv_bytes)
+    num_blocks = budget // sizes[kv_spec.codec]
+    profile = _profile(config.scheduler.max_batch_tokens, kv_spec, precision, sizes)
     # Admission never counts on what pins may hold.
-    num_usable = num_blocks - num_pinnable(num_blocks, config.cache.pin_fraction)
-    num_fitting = profile.max_blocks(num_usable * kv_spec.block_bytes)
+    num_pinned = num_pinnable(num_blocks, config.cache.pin_fraction)
+    num_usable = num_blocks - num_pinned
+    num_fitting = profile.max_blocks(budget - num_pinned * sizes[kv_spec.codec])
     capacity = num_fitting * kv_spec.block_size
     if capacity >= context:
         return context, ()

@@ -133,7 +133,7 @@ class KVBudget:
     num_bytes: int
     """What all blocks together may take."""
     block_bytes: Mapping[str, int]
-    """Of one block, by codec; those of ``precision.codecs`` at least."""
+    """What one block takes of that, by codec; those of ``precision.codecs`` at least."""
     precision: KVPrecision
     demote_before_evict: bool = True
     """Whether cached blocks that nobody uses are made smaller before any is evicted."""

@@ -205,7 +205,7 @@ def _budget(plan: EnginePlan, arena: BlockArena | SlabArena) -> KVBudget | None:
     precision = KVPrecision.parse(plan.precision)
     return KVBudget(
         num_bytes=arena.budget_bytes,
-        block_bytes={codec: arena.block_bytes(codec) for codec in precision.codecs},
+        block_bytes={codec: arena.cell_bytes(codec) for codec in precision.codecs},
         precision=precision,
         demote_before_evict=plan.demote_before_evict,
         max_chunk=plan.max_batch_tokens,

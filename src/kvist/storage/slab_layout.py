@@ -8,13 +8,13 @@ then keeps memory from being used:
     remainders     the end of a slab that fits no further cell
     half-empty     in the worst case one slab of each codec has a single block: the others cannot have that slab
 
-The budget is the most that whoever allocates blocks may fill so that every block finds a cell, however blocks come, go
-and change their codec, as long as blocks may be moved between slabs of the same codec (compaction). Let a slab hold m
-cells of b bytes, of each of C codecs, and f be the least that a full slab holds, min(m * b). A slab that is needed
-holds f or more, but for one of each codec, which may hold a single block. So n + 1 slabs are needed by this many bytes
-at least, and the budget is one less (and not more than the slabs have):
+A block counts with its share of a slab, ``cell_bytes``: the S bytes of a slab over the m cells that it has of that
+codec. So remainders are paid for by those who cause them, and the budget is the most that blocks may come to in this
+measure so that every block finds a cell, however blocks come, go and change their codec, as long as blocks may be moved
+between slabs of the same codec (compaction). k blocks need ceil(k / m) slabs, at most k / m + 1 - 1 / m. So n slabs are
+enough for C codecs as long as all blocks come to less than
 
-    sum(min(b, f)) + (n + 1 - C) * f
+    (n + 1) * S - sum(S - S / m) = (n + 1 - C) * S + sum(S / m)
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ MAX_SLAB_BYTES = 32 * 1024 * 1024
 """Of a slab at most, unless a block is larger: compaction moves up to a slab between two steps, here in some
 milliseconds."""
 
+MAX_WASTE = 0.05
+"""Share of the memory that is to be lost at most in the worst case, where slabs of some size can do that."""
+MAIN_WEIGHT = 0.7
+"""What the smallest codec counts for among the others when slabs are chosen: most blocks come to be in it."""
+
 _ALIGNMENT = 64
 
 
@@ -46,8 +51,14 @@ class SlabLayout:
     num_slabs: int
     cells: Mapping[str, int]
     """Blocks that a slab holds, by codec."""
+    cell_bytes: Mapping[str, int]
+    """What a block counts with, by codec: its share of a slab."""
     budget_bytes: int
-    """Bytes of blocks, of all codecs together, that may be allocated."""
+    """What blocks of all codecs together may come to, each with ``cell_bytes``."""
+    worst_waste: float
+    """Share of the memory that is lost at most, whatever blocks there are."""
+    usual_waste: float
+    """Share that is lost when most blocks are in the smallest codec."""
 
     @property
     def num_bytes(self) -> int:
@@ -56,14 +67,16 @@ class SlabLayout:
 
 
 def slab_layout(block_bytes: Mapping[str, int], num_bytes: int) -> SlabLayout:
-    """Return the slabs that give blocks the largest budget; of several such sizes the smallest.
+    """Return the slabs that waste least.
+
+    Those of ``MAX_WASTE`` in the worst case go before all others, and of them those that usually waste least.
 
     Args:
         block_bytes: Bytes of a block by codec; at least one codec.
         num_bytes: Memory to use.
 
     Raises:
-        ConfigError: A slab for each codec does not fit into the memory.
+        ConfigError: Not even one slab fits into the memory.
 
     Complexity: O(blocks of the smallest codec in the largest slab).
     """
@@ -75,12 +88,14 @@ def slab_layout(block_bytes: Mapping[str, int], num_bytes: int) -> SlabLayout:
         for count in range(-(-largest // size), limit // size + 1)
     }
     layouts = [_cut(block_bytes, num_bytes, size) for size in sorted(sizes)]
-    best = max(layouts, key=lambda layout: layout.budget_bytes)
-    if best.budget_bytes < largest:
-        needed = min(size * len(block_bytes) for size in sizes)
+    best = min(
+        layouts,
+        key=lambda layout: (max(layout.worst_waste, MAX_WASTE), layout.usual_waste),
+    )
+    if best.budget_bytes < max(best.cell_bytes.values()):
         raise ConfigError(
-            f"[storage] expected memory for a slab of each of {len(block_bytes)} codecs, {needed:,} bytes, received "
-            f"{num_bytes:,}; raise --memory-gib"
+            f"[storage] expected memory for a slab of blocks of {' or '.join(block_bytes)}, {min(sizes):,} bytes, "
+            f"received {num_bytes:,}; raise --memory-gib"
         )
     return best
 
@@ -88,11 +103,20 @@ def slab_layout(block_bytes: Mapping[str, int], num_bytes: int) -> SlabLayout:
 def _cut(block_bytes: Mapping[str, int], num_bytes: int, slab_bytes: int) -> SlabLayout:
     num_slabs = num_bytes // slab_bytes
     cells = {codec: slab_bytes // size for codec, size in block_bytes.items()}
-    num_full = num_slabs + 1 - len(block_bytes)
-    budget = 0
-    if num_full >= 1:
-        least_filled = min(cells[codec] * size for codec, size in block_bytes.items())
-        first_blocks = sum(min(size, least_filled) for size in block_bytes.values())
-        budget = first_blocks + num_full * least_filled - 1
-        budget = min(budget, num_slabs * slab_bytes)
-    return SlabLayout(slab_bytes=slab_bytes, num_slabs=num_slabs, cells=cells, budget_bytes=budget)
+    shares = sum(slab_bytes // count for count in cells.values())
+    budget = (num_slabs + 1 - len(cells)) * slab_bytes + shares - 1
+    budget = max(0, min(budget, num_slabs * slab_bytes))
+    fills = {codec: cells[codec] * size / slab_bytes for codec, size in block_bytes.items()}
+    main = min(block_bytes, key=lambda codec: block_bytes[codec])
+    rest = [fill for codec, fill in fills.items() if codec != main] or [fills[main]]
+    usual = MAIN_WEIGHT * fills[main] + (1 - MAIN_WEIGHT) * sum(rest) / len(rest)
+    share = budget / num_bytes if num_bytes else 0.0
+    return SlabLayout(
+        slab_bytes=slab_bytes,
+        num_slabs=num_slabs,
+        cells=cells,
+        cell_bytes={codec: -(-slab_bytes // count) for codec, count in cells.items()},
+        budget_bytes=budget,
+        worst_waste=1 - share * min(fills.values()),
+        usual_waste=1 - share * usual,
+    )

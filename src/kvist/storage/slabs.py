@@ -16,7 +16,8 @@ Invariants:
     1. A block has a cell of its codec, and its bytes are ``[offsets[id], offsets[id] + block_bytes(codec))``, laid out
        as ``KVSpec`` says.
     2. An allocated cell has one block. Cells of a slab have one codec; a slab without blocks is empty.
-    3. The bytes of all blocks are at most the budget. Then a cell can always be found, by moving blocks if need be.
+    3. The cells of all blocks, each with its share of a slab, are at most the budget. Then a cell can always be found,
+       by moving blocks if need be.
     4. Bytes that were never written are arbitrary; kernels must not read them.
 """
 
@@ -63,6 +64,8 @@ class SlabStats:
     """Blocks by codec."""
     block_bytes: Mapping[str, int]
     """Their bytes, by codec."""
+    cell_bytes: Mapping[str, int]
+    """What they take of the budget, by codec: those and their share of what no block could have in their slabs."""
     budget_bytes: int
     slab_bytes: int
     """Of the slabs that hold blocks."""
@@ -184,7 +187,7 @@ class SlabArena:
             self._numbers[codec]: _Class(codec, spec, self._layout.cells[codec])
             for codec, spec in specs.items()
         }
-        self.num_ids = self.budget_bytes // min(sizes.values())
+        self.num_ids = self.budget_bytes // min(self._layout.cell_bytes.values())
         """Block ids are ``[0, num_ids)``: as many blocks of the smallest codec as the budget has room for."""
         self.offsets: NDArray[np.int64] = np.zeros(self.num_ids, np.int64)
         """(num_ids,) bytes from the start of the memory by block id; only those of allocated blocks mean anything."""
@@ -195,6 +198,7 @@ class SlabArena:
         # A block is encoded here first: its new cell may be found only once the old one is free.
         self._encoded = np.empty(max(sizes.values()), np.uint8)
         self._num_bytes_used = 0
+        self._num_cell_bytes = 0
         self._num_moved_bytes = 0
         self._num_held_rows = 0
 
@@ -215,7 +219,7 @@ class SlabArena:
 
     @property
     def budget_bytes(self) -> int:
-        """Bytes of blocks that may be allocated: the memory less remainders and what compaction needs."""
+        """What the cells of blocks that are allocated may come to: the memory less what compaction needs."""
         return self._layout.budget_bytes
 
     @property
@@ -226,6 +230,10 @@ class SlabArena:
     def block_bytes(self, codec: str) -> int:
         """Return the bytes of a block in a codec."""
         return self._classes[self._numbers[codec]].block_bytes
+
+    def cell_bytes(self, codec: str) -> int:
+        """Return what a block in a codec takes of the budget: its bytes, and its share of the end of a slab."""
+        return self._layout.cell_bytes[codec]
 
     def codec_of(self, block_id: int) -> str:
         """Return the codec of an allocated block."""
@@ -327,6 +335,9 @@ class SlabArena:
         return SlabStats(
             num_blocks={each.name: each.num_blocks for each in classes},
             block_bytes={each.name: each.num_blocks * each.block_bytes for each in classes},
+            cell_bytes={
+                each.name: each.num_blocks * self.cell_bytes(each.name) for each in classes
+            },
             budget_bytes=self.budget_bytes,
             slab_bytes=num_slabs * slab_bytes,
             unused_cell_bytes=unused,
@@ -353,10 +364,10 @@ class SlabArena:
             raise InvariantViolation(
                 f"[storage] expected a block id without a block, received {block_id=} of {self.num_ids}"
             )
-        size = self.block_bytes(codec)
-        if self._num_bytes_used + size > self.budget_bytes:
+        size = self.cell_bytes(codec)
+        if self._num_cell_bytes + size > self.budget_bytes:
             raise InvariantViolation(
-                f"[storage] a block of {size:,} bytes does not fit: {self._num_bytes_used:,} of "
+                f"[storage] a block of {size:,} bytes does not fit: {self._num_cell_bytes:,} of "
                 f"{self.budget_bytes:,} are allocated"
             )
         self._put(block_id, self._numbers[codec], self._find_cell(self._numbers[codec]))
@@ -409,6 +420,7 @@ class SlabArena:
         each.by_num_blocks[slab.num_blocks][place.slab] = None
         each.num_blocks += 1
         self._num_bytes_used += each.block_bytes
+        self._num_cell_bytes += self.cell_bytes(each.name)
         self.codecs[block_id] = number
         self.offsets[block_id] = (
             place.slab * self._layout.slab_bytes + place.cell * each.block_bytes
@@ -425,6 +437,7 @@ class SlabArena:
         slab.free.append(cell)
         each.num_blocks -= 1
         self._num_bytes_used -= each.block_bytes
+        self._num_cell_bytes -= self.cell_bytes(each.name)
         self.codecs[block_id] = NOT_ALLOCATED
         if slab.num_blocks:
             each.by_num_blocks[slab.num_blocks][index] = None

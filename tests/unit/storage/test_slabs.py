@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvist.codecs import registry
+from kvist.codecs.transforms import KVTransforms, uncalibrated
 from kvist.errors import ConfigError, InvariantViolation
 from kvist.kernels import native
 from kvist.spec import KVSpec
@@ -26,9 +27,11 @@ if native.available():
     from kvist.storage.slabs import NOT_ALLOCATED, SlabArena
 
 CODECS = ("raw16", "int8")
+LADDER = ("raw16", "int8", "int4", "int3")
 TINY = KVSpec(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4)
 NARROW = KVSpec(num_layers=1, num_kv_heads=1, head_dim=64, block_size=4)
 SMALL = KVSpec(num_layers=2, num_kv_heads=2, head_dim=64, block_size=16)
+SPANS = KVSpec(num_layers=1, num_kv_heads=1, head_dim=8, block_size=64)
 SMOLLM2 = KVSpec(num_layers=30, num_kv_heads=3, head_dim=64, block_size=64)
 
 
@@ -36,12 +39,30 @@ def sizes_of(spec: KVSpec, codecs: tuple[str, ...] = CODECS) -> dict[str, int]:
     return {codec: replace(spec, codec=codec).block_bytes for codec in codecs}
 
 
+def transforms_of(spec: KVSpec) -> KVTransforms:
+    """Return transforms that are not those of uncalibrated codecs."""
+    plain = uncalibrated(spec.num_layers, spec.num_kv_heads, spec.head_dim)
+    balance = np.linspace(0.5, 2.0, plain.mean.size, dtype=np.float32).reshape(plain.mean.shape)
+    rows = replace(plain.keys, balance=balance)
+    return replace(plain, mean=balance[..., ::-1].copy() - 1, keys=rows, values=rows)
+
+
+def codecs_of(spec: KVSpec) -> tuple[str, ...]:
+    return LADDER if spec.block_size % 64 == 0 else CODECS
+
+
 def make_arena(spec: KVSpec = TINY, num_blocks: int = 256) -> SlabArena:
-    return SlabArena(spec, CODECS, num_blocks * spec.block_bytes, native.extension().Pool(1))
+    pool = native.extension().Pool(1)
+    num_bytes = num_blocks * spec.block_bytes
+    return SlabArena(spec, codecs_of(spec), num_bytes, pool, transforms_of(spec))
 
 
 class Contents:
-    """Values of blocks, and what the reference codecs make of them."""
+    """Values of blocks, and what is made of them on each way through the codecs.
+
+    ``stored`` is by way, as in ``raw16>int4>int3``: a block that was demoted twice has lost twice. int8 is what the
+    reference codec makes of it, int4 and int3 what the native ones do, which have tests of their own.
+    """
 
     def __init__(self, spec: KVSpec, count: int) -> None:
         shape = (count, spec.num_layers, 2, spec.num_kv_heads, spec.block_size, spec.head_dim)
@@ -54,6 +75,29 @@ class Contents:
             "raw16": encoded.view(torch.uint8).reshape(count, -1).numpy(),
             "int8": lossy.reshape(count, -1).numpy(),
         }
+        self.stored["raw16>int8"] = self.stored["int8"]
+        if codecs_of(spec) == LADDER:
+            self._recode(spec, "raw16", ("raw16>int4", "raw16>int3"))
+            self._recode(spec, "raw16>int8", ("raw16>int8>int4", "raw16>int8>int3"))
+            self._recode(spec, "raw16>int4", ("raw16>int4>int3",))
+            self._recode(spec, "raw16>int8>int4", ("raw16>int8>int4>int3",))
+            self.stored["int4"] = self.stored["raw16>int4"]
+            self.stored["int3"] = self.stored["raw16>int3"]
+
+    def _recode(self, spec: KVSpec, way: str, ways: tuple[str, ...]) -> None:
+        kv = transforms_of(spec)
+        module = native.extension()
+        transforms = module.KvTransforms(kv.mean, kv.keys.balance, kv.values.balance)
+        for target_way in ways:
+            codec = target_way.rpartition(">")[2]
+            target = np.zeros((len(self.stored[way]), sizes_of(spec, (codec,))[codec]), np.uint8)
+            for source, row in zip(self.stored[way], target, strict=True):
+                module.recode_block(
+                    module.Pool(1), source, row, source_codec=way.rpartition(">")[2], target_codec=codec,
+                    num_layers=spec.num_layers, num_kv_heads=spec.num_kv_heads, block_size=spec.block_size,
+                    head_dim=spec.head_dim, num_tokens=spec.block_size, transforms=transforms,
+                )  # fmt: skip
+            self.stored[target_way] = target
 
     def head(self, block: np.ndarray, codec: str, num_tokens: int) -> torch.Tensor:
         """Return the decoded values of the first positions of a block's bytes."""
@@ -64,26 +108,30 @@ class Contents:
 
 def audit(arena: SlabArena, blocks: dict[int, tuple[str, int]], contents: Contents) -> None:
     """Check everything that must hold between operations, block by block."""
-    stats, sizes = arena.stats(), sizes_of(arena.kv_spec)
-    for codec in CODECS:
-        count = sum(1 for own, _ in blocks.values() if own == codec)
+    codecs = codecs_of(arena.kv_spec)
+    stats, sizes = arena.stats(), sizes_of(arena.kv_spec, codecs)
+    for codec in codecs:
+        count = sum(1 for own, _ in blocks.values() if own.rpartition(">")[2] == codec)
         assert stats.num_blocks[codec] == count
         assert stats.block_bytes[codec] == count * sizes[codec]
+        assert stats.cell_bytes[codec] == count * arena.cell_bytes(codec)
     used = sum(stats.block_bytes.values())
-    assert used <= arena.budget_bytes
+    assert used <= sum(stats.cell_bytes.values()) <= arena.budget_bytes
     assert used + stats.unused_cell_bytes + stats.remainder_bytes == stats.slab_bytes
     assert stats.remainder_bytes >= 0
     assert 0 <= stats.fragmentation_fraction < 0.05
     allocated = np.flatnonzero(arena.codecs != NOT_ALLOCATED).tolist()
     assert allocated == sorted(blocks)
-    ranges = sorted((int(arena.offsets[i]), sizes[own]) for i, (own, _) in blocks.items())
+    ranges = sorted(
+        (int(arena.offsets[i]), sizes[own.rpartition(">")[2]]) for i, (own, _) in blocks.items()
+    )
     end = 0
     for start, size in ranges:
         assert end <= start
         end = start + size
     assert end <= arena.num_bytes
     for block_id, (codec, index) in blocks.items():
-        assert arena.codec_of(block_id) == codec
+        assert arena.codec_of(block_id) == codec.rpartition(">")[2]
         np.testing.assert_array_equal(arena.block(block_id), contents.stored[codec][index])
 
 
@@ -94,7 +142,7 @@ class Driver:
         self.arena = arena
         self.contents = contents
         self.random = random.Random(seed)
-        self.sizes = sizes_of(arena.kv_spec)
+        self.sizes = {codec: arena.cell_bytes(codec) for codec in codecs_of(arena.kv_spec)}
         self.blocks: dict[int, tuple[str, int]] = {}
         self.order: list[int] = []
         self.free_ids = list(range(arena.num_ids))
@@ -120,16 +168,15 @@ class Driver:
         )
         self.apply(MemoryOp("free", block_id, ""))
         self.free_ids.append(block_id)
-        self.used -= self.sizes[codec]
+        self.used -= self.sizes[codec.rpartition(">")[2]]
 
-    def demote(self, block_id: int) -> None:
-        _, index = self.blocks[block_id]
-        self.apply(MemoryOp("demote", block_id, "int8"))
-        self.blocks[block_id] = ("int8", index)
-        self.used -= self.sizes["raw16"] - self.sizes["int8"]
-        np.testing.assert_array_equal(
-            self.arena.block(block_id), self.contents.stored["int8"][index]
-        )
+    def demote(self, block_id: int, codec: str = "int8") -> None:
+        way, index = self.blocks[block_id]
+        self.apply(MemoryOp("demote", block_id, codec))
+        self.used -= self.sizes[way.rpartition(">")[2]] - self.sizes[codec]
+        way = f"{way}>{codec}"
+        self.blocks[block_id] = (way, index)
+        np.testing.assert_array_equal(self.arena.block(block_id), self.contents.stored[way][index])
 
     def apply(self, op: MemoryOp) -> None:
         before = self.arena._num_moved_bytes
@@ -145,7 +192,7 @@ class Driver:
             block_id = self.order[-1]
             if block_id not in self.blocks:
                 self.order.pop()
-            elif self.blocks[block_id][0] == codec:
+            elif self.blocks[block_id][0].rpartition(">")[2] == codec:
                 return block_id
         return None
 
@@ -156,25 +203,33 @@ class Driver:
         """Do something, likely an allocation when ``wish`` is near 1."""
         draw = self.random.random()
         if draw < wish:
-            codec = "int8" if self.random.random() < 0.1 else "raw16"
+            is_small = len(self.sizes) == 2 and self.random.random() < 0.1
+            codec = "int8" if is_small else "raw16"
             if self.fits(codec):
                 self.allocate(codec)
                 return
-        raw = self.any_of("raw16")
+        *larger, smallest = self.sizes
+        codec = self.random.choice(larger)
+        raw = self.any_of(codec)
         if raw is not None and draw < (1 + wish) / 2:
-            self.demote(raw)
+            smaller = list(self.sizes)[list(self.sizes).index(codec) + 1 :]
+            self.demote(raw, self.random.choice(smaller))
         elif self.blocks:
             self.free(raw if raw is not None and draw < 0.9 else next(iter(self.blocks)))
 
 
 @pytest.mark.parametrize(
     ("spec", "num_blocks", "num_ops", "seed"),
-    [(TINY, 256, 100_000, 0), (SMALL, 64, 10_000, 1), (NARROW, 1500, 30_000, 2)],
-    ids=["many operations", "small slabs", "large slabs"],
+    [
+        (TINY, 256, 100_000, 0),
+        (SMALL, 64, 10_000, 1),
+        (NARROW, 1500, 30_000, 2),
+        (SPANS, 1024, 100_000, 3),
+    ],
+    ids=["many operations", "small slabs", "large slabs", "four codecs"],
 )
 def test_random_operations_within_the_budget_always_succeed(spec, num_blocks, num_ops, seed):
     arena = make_arena(spec, num_blocks)
-    assert arena.layout.cells["raw16"] == {TINY: 5, SMALL: 1, NARROW: 15}[spec]
     contents = Contents(spec, 97)
     driver = Driver(arena, contents, seed)
     wish = 0.9
@@ -208,7 +263,7 @@ def test_a_full_arena_of_holes_changes_its_codec(keep):
     while driver.fits("int8"):
         driver.allocate("int8")
     audit(arena, driver.blocks, contents)
-    for block_id in [i for i, (codec, _) in driver.blocks.items() if codec == "int8"]:
+    for block_id in [i for i, (way, _) in driver.blocks.items() if way.endswith("int8")]:
         driver.free(block_id)
     while driver.fits("raw16"):
         driver.allocate("raw16")
@@ -350,8 +405,8 @@ def test_values_beyond_a_codec_are_told_once(caplog):
 
 def test_memory_that_is_too_little_names_the_option():
     pool = native.extension().Pool(1)
-    for num_bytes in (0, 1, SMALL.block_bytes, 2 * SMALL.block_bytes - 1):
-        with pytest.raises(ConfigError, match=r"slab of each of 2 codecs.*raise --memory-gib"):
+    for num_bytes in (0, 1, SMALL.block_bytes - 1):
+        with pytest.raises(ConfigError, match=r"a slab of blocks of raw16 or int8.*--memory-gib"):
             SlabArena(SMALL, CODECS, num_bytes, pool)
     with pytest.raises(ConfigError, match=r"cannot allocate .* GiB for .* lower --memory-gib"):
         SlabArena(SMOLLM2, CODECS, 2**60, pool)
@@ -391,6 +446,10 @@ def test_whatever_is_within_the_budget_fits_into_the_slabs(sizes, num_bytes):
         return
     assert layout.num_bytes <= num_bytes
     assert layout.budget_bytes <= layout.num_bytes
+    for name, size in blocks.items():
+        assert size * layout.cells[name] <= layout.slab_bytes
+        assert size <= layout.cell_bytes[name]
+    blocks = dict(layout.cell_bytes)
     *most, (last, last_size) = blocks.items()
     counts = [range(layout.budget_bytes // size + 1) for _, size in most]
     for chosen in product(*counts):
