@@ -34,6 +34,7 @@ from kvist.errors import ConfigError
 from kvist.kernels import native
 from kvist.model import catalog
 from kvist.model.native_decoder import NativeDecoder, StepScores
+from kvist.storage.slabs import SlabArena
 from kvist.types import SamplingParams, TokenId
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from kvist.model.native_decoder import StepSequence
     from kvist.spec import ModelSpec
     from kvist.storage.arena import BlockArena
-    from kvist.storage.slabs import SlabArena
 
 NUM_OUTPUT = 2
 """Tokens asked for: the second one is computed, so that the prompt's last block is as old as any other."""
@@ -50,14 +50,22 @@ NUM_MORE = 5
 
 
 class NoDecoder(NativeDecoder):
-    """Computes nothing: K and V of a step are what its blocks held before."""
+    """Computes nothing: K and V are 0."""
 
     def __init__(self, spec: ModelSpec, pool: Any) -> None:  # noqa: ANN401  # native.Pool
         self.spec = spec
         self.pool = pool
 
-    def step(self, sequences: list[StepSequence], arena: BlockArena | SlabArena) -> StepScores:  # noqa: ARG002
+    def step(self, sequences: list[StepSequence], arena: BlockArena | SlabArena) -> StepScores:
         """See ``NativeDecoder``."""
+        if isinstance(arena, SlabArena):
+            # What a block held before may be no numbers in the codec that it is written in.
+            size = arena.kv_spec.block_size
+            for sequence in sequences:
+                first = -(-sequence.start // size)
+                last = (sequence.start + len(sequence.token_ids) - 1) // size
+                for block_id in sequence.block_table[first : last + 1]:
+                    arena.block(block_id)[:] = 0
         count = sum(sequence.num_logits for sequence in sequences)
         logits = np.zeros((max(count, 1), self.spec.vocab_size), np.float32)
         return StepScores(
