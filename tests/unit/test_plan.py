@@ -24,6 +24,7 @@ from kvist.plan import (
     read_spec,
     resolve,
 )
+from kvist.precision import PRESETS, KVPrecision
 from kvist.spec import GIB, LayerSpec, ModelSpec, RopeSpec
 
 MIB = 1024**2
@@ -435,12 +436,13 @@ def test_planning_loads_no_tensor_library():
 
 def test_blocks_of_several_codecs_are_planned_in_bytes() -> None:
     plan = plan_of(hardware=NATIVE_MACHINE, kv_cache_dtype="mixed", memory_gib=0.25)
-    assert plan.precision == "sink=raw16,recent:256=raw16,rest=int8"
+    assert plan.precision == PRESETS["mixed"]
     assert (plan.codec, plan.demote_before_evict) == ("raw16", True)
     assert plan.kv_bytes <= GIB // 4
     # What the arena keeps back for moving blocks, and the ends of slabs, are no blocks.
     assert 0.95 * GIB / 4 / BLOCK_BYTES < plan.num_blocks <= GIB / 4 / BLOCK_BYTES
-    assert "kv=sink=raw16,recent:256=raw16,rest=int8" in plan.one_line()
+    assert f"kv={PRESETS['mixed']}" in plan.one_line()
+    assert plan.transforms == "auto"
 
 
 @pytest.mark.parametrize(
@@ -454,6 +456,15 @@ def test_blocks_of_several_codecs_are_planned_in_bytes() -> None:
         ({"demote_before_evict": "on"}, "--demote-before-evict"),
         ({"kv_cache_dtype": "mixed", "dtype": "float32"}, "--kv-precision"),
         ({"kv_cache_dtype": "mixed", "audit_fraction": 0.5}, "--audit-fraction"),
+        ({"kv_cache_dtype": "int4", "audit_fraction": 0.5}, "--audit-fraction"),
+        ({"kv_cache_dtype": "int4", "block_size": 32}, "--block-size"),
+        ({"kv_cache_dtype": "int3", "block_size": 96}, "--block-size"),
+        ({"kv_precision": "recent:8=raw16,rest=int3", "block_size": 16}, "--block-size"),
+        ({"kv_cache_dtype": "int4", "kv_cache": "off"}, "--kv-cache off"),
+        ({"kv_cache_dtype": "int4", "kv_precision": "recent:8=raw16,rest=int8"}, "int4"),
+        ({"kv_cache_dtype": "int4", "dtype": "float32"}, "--kv-precision"),
+        ({"kv_cache_dtype": "int8", "kv_transforms": "none"}, "--kv-transforms none"),
+        ({"kv_precision": "recent:8=raw16,rest=int8", "kv_transforms": "x"}, "--kv-transforms x"),
     ],
 )
 def test_precisions_that_cannot_be_are_refused_by_name(
@@ -482,3 +493,31 @@ def test_refreshing_what_is_not_lossy_is_refused() -> None:
     plan = resolve(config, make_spec(), MACHINE)
     assert (plan.refresh_every, plan.audit_fraction) == (5, 0.5)
     assert "audit_fraction=0.5 refresh_every=5" in plan.one_line()
+
+
+@pytest.mark.parametrize("codec", ["int4", "int3"])
+def test_longer_contexts_fit_when_old_blocks_are_small(codec: str) -> None:
+    """As many blocks as admission would promise to one request alone, and no more."""
+    memory_gib = 6 * BLOCK_BYTES / GIB
+    options = {"hardware": NATIVE_MACHINE, "memory_gib": memory_gib, "max_batch_tokens": 64}
+    raw = plan_of(**options)
+    small = plan_of(**options, kv_cache_dtype=codec)
+    assert raw.notes
+    assert small.max_context_len >= 2 * raw.max_context_len
+
+
+def test_an_estimate_knows_every_codec_and_what_a_step_needs() -> None:
+    values = {"context": 8192, "concurrency": 4, "block_size": 64}
+    raw = memory_estimate(LLAMA_2_7B, **values)
+    int4 = memory_estimate(LLAMA_2_7B, codec="int4", **values)
+    raw_block, int4_block = raw.old_block_bytes, int4.old_block_bytes
+    assert int4_block == 32 * 32 * (64 + 2 * 128 + 16 * 128 * 4)
+    assert int4.token_bytes == -(-int4_block // 64)
+    # The block being written and the one before it, the first one in int8.
+    int8_block = raw_block * (128 + 4) // 256
+    assert int4.request_bytes == 125 * int4_block + 2 * raw_block + int8_block
+    assert int4.step_bytes == 7 * (raw_block - int4_block)
+    assert int4.kv_bytes == 4 * int4.request_bytes + int4.step_bytes
+    assert raw.step_bytes == 0
+    rule = KVPrecision.parse(PRESETS["int4"])
+    assert memory_estimate(LLAMA_2_7B, codec=rule, **values) == int4

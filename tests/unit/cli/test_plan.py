@@ -183,11 +183,18 @@ def test_a_name_in_brackets_is_no_markup(tmp_path, monkeypatch):
     assert "[/x]" in result.stdout
 
 
-def test_several_codecs_are_promised_as_they_are_written(kvist):
+def test_several_codecs_are_promised_as_their_blocks_will_be(kvist):
     arguments = ("plan", "--model", "llama-2-7b", "--context", "2048", "--concurrency", "8")
-    mixed = kvist(*arguments, "--kv-cache-dtype", "mixed")
-    assert mixed.exit_code == 0
-    assert "in raw16" in " ".join(mixed.stdout.split())
-    assert "promised to requests in raw16" in " ".join(mixed.stdout.split())
-    document = json.loads(kvist(*arguments, "--kv-cache-dtype", "mixed", "--json").stdout)
-    assert document["kv_bytes_per_request"] == 1_073_741_824
+    shown = kvist(*arguments, "--kv-cache-dtype", "int4")
+    assert shown.exit_code == 0
+    text = " ".join(shown.stdout.split())
+    assert "in int4" in text
+    assert "youngest are in raw16" in text
+    document = json.loads(kvist(*arguments, "--kv-cache-dtype", "int4", "--json").stdout)
+    assert document["kv_precision"] == "sink=int8,recent:1=raw16,rest=int4"
+    assert document["kv_bytes_per_request"] < 1_073_741_824 / 3
+    assert document["kv_bytes_per_step"] > 0
+    rule = ("--kv-precision", document["kv_precision"])
+    same = json.loads(kvist(*arguments, *rule, "--json").stdout)
+    assert same["kv_bytes_per_request"] == document["kv_bytes_per_request"]
+    assert same["kv_cache_dtype"] == "mixed"

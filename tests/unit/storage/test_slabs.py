@@ -208,8 +208,7 @@ class Driver:
             if self.fits(codec):
                 self.allocate(codec)
                 return
-        *larger, smallest = self.sizes
-        codec = self.random.choice(larger)
+        codec = self.random.choice(list(self.sizes)[:-1])
         raw = self.any_of(codec)
         if raw is not None and draw < (1 + wish) / 2:
             smaller = list(self.sizes)[list(self.sizes).index(codec) + 1 :]

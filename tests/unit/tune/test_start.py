@@ -1,0 +1,114 @@
+"""Where an engine's transforms come from."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+from tests.support.tiny_models import TINY_MODELS, build_reference, save
+
+from kvist import envvars
+from kvist.errors import ConfigError
+from kvist.model.fingerprint import content_fingerprint
+from kvist.model.spec_readers import read_spec
+from kvist.tune import start
+from kvist.tune.run import transforms_file
+from kvist.tune.start import transforms_at_start
+
+LARGE = 10**12
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert tmp_path in envvars.tune_folder().parents
+
+
+class Words:
+    """A tokeniser of a small vocabulary, with a token that every text begins with."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        words = [3 + len(word) * 31 % 150 for word in text.split()]
+        return [1, *words] if add_special_tokens else words
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    return [
+        save(build_reference(model), tmp_path_factory.mktemp(model.name))
+        for model in TINY_MODELS[:2]
+    ]
+
+
+@pytest.fixture(autouse=True)
+def tokenizer(monkeypatch):
+    monkeypatch.setattr(start, "load_tokenizer", lambda _: Words())
+
+
+def at_start(source: str, path, memory: int = LARGE):
+    news: list[tuple[str, int, int]] = []
+    spec = read_spec(path)
+    transforms = transforms_at_start(source, path, spec, memory, lambda *x: news.append(x))
+    return transforms, news
+
+
+def test_a_model_is_calibrated_once_and_what_was_learnt_is_kept(checkpoints) -> None:
+    first, news = at_start("auto", checkpoints[0])
+    assert first.is_calibrated
+    assert news[-1][2] > 512
+    assert news[-1][2] - news[-1][1] < 64
+    again, no_news = at_start("auto", checkpoints[0])
+    assert no_news == []
+    np.testing.assert_array_equal(first.mean, again.mean)
+    np.testing.assert_array_equal(first.values.balance, again.values.balance)
+
+
+def test_a_file_is_taken_from_anywhere_and_refused_for_another_model(checkpoints, tmp_path) -> None:
+    made, _ = at_start("auto", checkpoints[0])
+    fingerprint = content_fingerprint(checkpoints[0], read_spec(checkpoints[0]))
+    elsewhere = tmp_path / "model.transforms"
+    transforms_file(fingerprint).rename(elsewhere)
+    taken, news = at_start(str(elsewhere), checkpoints[0])
+    assert news == []
+    np.testing.assert_array_equal(made.mean, taken.mean)
+    with pytest.raises(ConfigError, match="was made for another model"):
+        at_start(str(elsewhere), checkpoints[1])
+    with pytest.raises(ConfigError, match=r"nowhere.*cannot be read"):
+        at_start(str(tmp_path / "nowhere"), checkpoints[0])
+    elsewhere.write_bytes(elsewhere.read_bytes()[:-5] + b"hello")
+    with pytest.raises(ConfigError, match=r"damaged|cannot be read"):
+        at_start(str(elsewhere), checkpoints[0])
+
+
+def test_nothing_is_learnt_where_nobody_wants_it(checkpoints) -> None:
+    transforms, news = at_start("none", checkpoints[0])
+    assert (transforms.is_calibrated, news) == (False, [])
+    assert not envvars.tune_folder().exists()
+
+
+def test_what_is_kept_and_damaged_is_made_anew(checkpoints, caplog) -> None:
+    at_start("auto", checkpoints[0])
+    file = transforms_file(content_fingerprint(checkpoints[0], read_spec(checkpoints[0])))
+    file.write_bytes(b"nothing")
+    with caplog.at_level(logging.WARNING):
+        transforms, news = at_start("auto", checkpoints[0])
+    assert transforms.is_calibrated
+    assert news
+    assert "calibrating anew" in caplog.text
+    assert at_start("auto", checkpoints[0])[1] == []
+
+
+def test_a_folder_that_cannot_be_written_costs_the_next_start_the_time(checkpoints, caplog) -> None:
+    envvars.tune_folder().parent.mkdir(parents=True)
+    envvars.tune_folder().write_text("a file in the way")
+    with caplog.at_level(logging.WARNING):
+        assert at_start("auto", checkpoints[0])[0].is_calibrated
+    assert "the next start makes it again" in caplog.text
+
+
+def test_too_little_memory_names_the_ways_out(checkpoints) -> None:
+    num_weights = read_spec(checkpoints[0]).num_parameters
+    assert at_start("auto", checkpoints[0], 2 * num_weights)[0].is_calibrated
+    with pytest.raises(ConfigError, match="--kv-transforms none"):
+        at_start("auto", checkpoints[1], 1000)
