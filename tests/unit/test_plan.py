@@ -503,7 +503,7 @@ def test_longer_contexts_fit_when_old_blocks_are_small(codec: str) -> None:
     raw = plan_of(**options)
     small = plan_of(**options, kv_cache_dtype=codec)
     assert raw.notes
-    assert small.max_context_len >= 2 * raw.max_context_len
+    assert small.max_context_len > 1.5 * raw.max_context_len
 
 
 def test_an_estimate_knows_every_codec_and_what_a_step_needs() -> None:
