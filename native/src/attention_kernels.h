@@ -51,5 +51,6 @@ extern const AttentionKernels kAttentionNeon;
 
 // Blocks of records.
 extern const AttentionKernels kAttentionSpanSerial;
+extern const AttentionKernels kAttentionSpanAvx2;
 
 }  // namespace kvist

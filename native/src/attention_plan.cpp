@@ -98,7 +98,15 @@ const AttentionKernels& kernels(Isa isa) {
   return kAttentionSerial;
 }
 
-const AttentionKernels& span_kernels(Isa) { return kAttentionSpanSerial; }
+const AttentionKernels& span_kernels(Isa isa) {
+#if defined(KVIST_HAS_AVX2)
+  if (isa == Isa::kAvx2 || isa == Isa::kAvx512) {
+    return kAttentionSpanAvx2;
+  }
+#endif
+  static_cast<void>(isa);
+  return kAttentionSpanSerial;
+}
 
 }  // namespace
 
