@@ -1,22 +1,29 @@
 // Attention over int4 and int3 records on AVX2, any number of stacked rows.
 //
 // A span at a time, 64 keys. Per row: the query times the steps of the channels becomes integers of 14 bits and a sign,
-// as a high and a low digit of base 128; scores; one softmax update; the weights times V's scales in 15 bits; the
-// weighted sum. Both sums are of integers and exact; between spans everything is float32.
+// a high and a low digit of base 128; scores; one softmax update; the weights times V's scales as integers; the weighted
+// sum. Sums within a span are of integers and exact; between spans everything is float32.
 //
-//   scores   positions are lanes. vpmaddubsw of unsigned codes and a digit of four channels, in 16 bits over 8 groups of
-//            channels (15 * 127 * 2 * 8 < 2^15), then vpmaddwd brings both digits to 32 bits. For 64 positions, four
-//            channels and a row: 32 multiplications and additions. Two vectors of positions and up to 3 rows at a time:
-//            12 sums in registers.
-//   values   channels are lanes. A byte shuffle looks the codes up among the levels, less the lowest so that they are
-//            not negative; even and odd positions become 16 bits for vpmaddwd with pairs of weights (32767 * 252 * 64 <
-//            2^31). Two vectors of channels and up to 4 rows at a time.
+//   scores   positions are lanes. vpmaddubsw of unsigned codes and one digit of four channels, in 16 bits over 8 groups
+//            of channels (15 * 127 * 2 * 8 < 2^15), then in 32. Two vectors of positions and up to 6 rows at a time: 12
+//            sums in registers.
+//   values   channels are lanes. A byte shuffle looks the codes up among the levels. 15 bits of weight: the levels less
+//            the lowest, even and odd positions apart in 16 bits, for vpmaddwd with pairs of weights (32767 * 252 * 64 <
+//            2^31); up to 4 rows at a time. 7 bits: vpmaddubsw of weights and levels (128 * 126 * 2 < 2^15), up to 6.
+//
+// A span is first scored by the high digits. Scores are then off by E (standard deviation, from the size of a digit),
+// and with weights of 7 bits a row's sum by 0.026 times the span's largest weight, both in units of V's deviation; what
+// is rounded up and what down changes without a pattern, so that small weights do not vanish together. The variances of
+// a row's sum are added up over its spans. While they are below 2.5 * 10^-7 of the square of the weight met so far, which only
+// grows, the span is done so: most of a long context. Otherwise the low digits are added, and weights keep 15 bits.
 //
 // Memory: every line of a record once, the next record's prefetched. More rows take more passes over a record, which is
 // in the first-level cache by then.
 //
 // A step that is no number makes the row's scores NaN; a scale makes the sums of the rows that see its position NaN.
 // int4 needs a D that is a multiple of 16, int3 of 32; the portable version reads the others.
+
+#include <cmath>
 
 #include "attention_avx2.h"
 #include "kvist/kv_span.h"
@@ -25,9 +32,12 @@
 namespace kvist {
 namespace {
 
-constexpr int kDigitLimit = 127 * 128;  // the largest integer of two digits
-constexpr int kScoreRows = 3;           // at a time
-constexpr int kAddRows = 4;
+constexpr int kDigitLimit = 127 * 128;            // the largest integer of two digits
+constexpr int kScoreRows = 6;                     // at a time
+constexpr int kAddRows = 4;                       // with weights of 15 bits
+constexpr int kAddMinorRows = 6;                  // with 7 bits
+constexpr float kAllowedVariance = 2.5e-7F;       // of a result, in units of the variance of V
+constexpr float kShortWeights = 0.026F * 0.026F;  // variance by weights of 7 bits: 64 times (0.41 / 127)^2
 constexpr int kGroupsIn16Bits = 8;
 constexpr int kNumGroups = kSpanTokens / 4;  // of V
 
@@ -49,7 +59,9 @@ struct Buffers {
   float* sums;     // (rows, D) in the records' basis
   std::int32_t* positions;
   StripState* states;
-  std::int8_t* digits;  // (kLanes, 2, D)
+  float* variances;        // (rows,) of the sums, by rounding
+  std::int16_t* integers;  // (kLanes, D)
+  std::int8_t* digits;     // (kLanes, D)
 };
 
 Buffers divide(Scratch& scratch, int head_dim, int stacked) {
@@ -61,21 +73,32 @@ Buffers divide(Scratch& scratch, int head_dim, int stacked) {
   b.sums = scratch.take<float>(rows * width);
   b.positions = scratch.take<std::int32_t>(rows);
   b.states = scratch.take<StripState>(rows / kLanes);
-  b.digits = scratch.take<std::int8_t>(2 * kLanes * width);
+  b.variances = scratch.take<float>(rows);
+  b.integers = scratch.take<std::int16_t>(kLanes * width);
+  b.digits = scratch.take<std::int8_t>(kLanes * width);
   return b;
 }
 
-// Eight bytes of e5m3 as float32: their exponents are 107 too small when the bits are moved to their places.
+// Eight bytes of e5m3 as float32: their exponents are 107 too small when the bits are moved to their places. No number
+// has low bits, which exp2_ps could not do with.
 inline __m256 load_e5m3(const std::uint8_t* from) {
   const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
   const __m256 number = _mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32(bytes, 20)), _mm256_set1_ps(0x1p107F));
-  return _mm256_or_ps(number, _mm256_castsi256_ps(_mm256_cmpeq_epi32(bytes, _mm256_set1_epi32(kE5m3Nan))));
+  const __m256i is_nan = _mm256_cmpeq_epi32(bytes, _mm256_set1_epi32(kE5m3Nan));
+  return _mm256_or_ps(number, _mm256_castsi256_ps(_mm256_and_si256(is_nan, _mm256_set1_epi32(0x7fc00000))));
 }
 
 inline float sum_lanes(__m256 v) {
   __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
   half = _mm_add_ps(half, _mm_movehl_ps(half, half));
   return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+
+inline std::int32_t sum_lanes(__m256i v) {
+  __m128i half = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+  half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0x4e));
+  half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0xb1));
+  return _mm_cvtsi128_si32(half);
 }
 
 inline float max_lanes(__m256 v) {
@@ -87,18 +110,19 @@ inline float max_lanes(__m256 v) {
 // What a span has for all rows.
 struct SpanNumbers {
   alignas(32) float steps[kMaxHeadDim];
-  alignas(32) float halves[kMaxHeadDim];         // of the zero points
+  alignas(32) float middles[kMaxHeadDim];  // of the codes, in steps: (2^bits - 1) / 2 more than half the zero point
   alignas(32) float value_factors[kSpanTokens];  // scales over the largest, times kWeight15
   float undo;                                    // the largest scale over kWeight15
   std::uint64_t nan_scales;                      // bit t: the scale of position t is no number
 };
 
-inline void read_numbers(const std::uint8_t* record, const KvRecordLayout& parts, int head_dim, SpanNumbers& span) {
+inline void read_numbers(const std::uint8_t* record, const KvRecordLayout& parts, int head_dim, float middle,
+                         SpanNumbers& span) {
   for (int d = 0; d < head_dim; d += 8) {
     const __m128i zeros = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(record + parts.zeros + d));
     _mm256_store_ps(span.steps + d, load_e5m3(record + d));
-    _mm256_store_ps(span.halves + d,
-                    _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(zeros)), _mm256_set1_ps(0.5F)));
+    _mm256_store_ps(span.middles + d, _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(zeros)),
+                                                      _mm256_set1_ps(0.5F), _mm256_set1_ps(middle)));
   }
   span.nan_scales = 0;
   for (int t = 0; t < kSpanTokens; t += 8) {
@@ -110,14 +134,19 @@ inline void read_numbers(const std::uint8_t* record, const KvRecordLayout& parts
   span.undo = normalise_scales(span.value_factors, kSpanTokens);
 }
 
-// A row against a span: score = factor * (digits . codes) + base.
+// A row against a span: what the products of digits and codes are multiplied by, and what is added to that.
 struct RowFactors {
   float factor;
   float base;
 };
 
-// Writes the digits of query * steps: D high ones, then D low ones.
-inline RowFactors make_digits(const float* query, const SpanNumbers& span, int head_dim, std::int8_t* digits) {
+// Query times steps, as integers.
+struct RowIntegers {
+  float factor;  // of an integer
+  float base;    // the score of a key whose codes are all in the middle
+};
+
+inline RowIntegers make_integers(const float* query, const SpanNumbers& span, int head_dim, std::int16_t* integers) {
   alignas(32) float products[kMaxHeadDim];
   __m256 most = _mm256_setzero_ps();
   __m256 base = _mm256_setzero_ps();
@@ -125,23 +154,36 @@ inline RowFactors make_digits(const float* query, const SpanNumbers& span, int h
     const __m256 u = _mm256_mul_ps(_mm256_load_ps(query + d), _mm256_load_ps(span.steps + d));
     _mm256_store_ps(products + d, u);
     most = _mm256_max_ps(most, _mm256_andnot_ps(_mm256_set1_ps(-0.0F), u));
-    base = _mm256_fmadd_ps(u, _mm256_load_ps(span.halves + d), base);
+    base = _mm256_fmadd_ps(u, _mm256_load_ps(span.middles + d), base);
   }
   const float largest = max_lanes(most);
-  // Products so small that their inverse overflows give scores of 0.
+  // Products so small that their inverse overflows count as 0.
   const bool is_tiny = largest < 1e-30F;
   const __m256 inverse = _mm256_set1_ps(is_tiny ? 0.0F : static_cast<float>(kDigitLimit) / largest);
   for (int d = 0; d < head_dim; d += 16) {
     const __m256i first = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_load_ps(products + d), inverse));
     const __m256i last = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_load_ps(products + d + 8), inverse));
-    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(first, last), 0xd8);
-    const __m256i high = _mm256_srai_epi16(_mm256_add_epi16(words, _mm256_set1_epi16(64)), 7);
-    const __m256i low = _mm256_sub_epi16(words, _mm256_slli_epi16(high, 7));
-    const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(high, low), 0xd8);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(digits + d), _mm256_castsi256_si128(bytes));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(digits + head_dim + d), _mm256_extracti128_si256(bytes, 1));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(integers + d),
+                        _mm256_permute4x64_epi64(_mm256_packs_epi32(first, last), 0xd8));
   }
   return {is_tiny ? 0.0F : largest / static_cast<float>(kDigitLimit), sum_lanes(base)};
+}
+
+enum class Digit { kHigh, kLow };
+
+// Writes one digit of each integer and returns their sum.
+template <Digit kDigit>
+inline std::int32_t take_digits(const std::int16_t* integers, int head_dim, std::int8_t* digits) {
+  __m256i sum = _mm256_setzero_si256();
+  for (int d = 0; d < head_dim; d += 16) {
+    const __m256i words = load(integers + d);
+    const __m256i high = _mm256_srai_epi16(_mm256_add_epi16(words, _mm256_set1_epi16(64)), 7);
+    const __m256i digit = kDigit == Digit::kHigh ? high : _mm256_sub_epi16(words, _mm256_slli_epi16(high, 7));
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(digit, _mm256_set1_epi16(1)));
+    const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(digit, digit), 0xd8);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(digits + d), _mm256_castsi256_si128(bytes));
+  }
+  return sum_lanes(sum);
 }
 
 // Codes of two vectors of lanes out of one group.
@@ -151,7 +193,7 @@ struct CodePair {
 };
 
 // int4: the low and the high halves of 32 bytes.
-inline CodePair split_int4(const std::uint8_t* from) {
+[[gnu::always_inline]] inline CodePair split_int4(const std::uint8_t* from) {
   const __m256i mask = _mm256_set1_epi8(15);
   const __m256i x = load(from);
   return {_mm256_and_si256(x, mask), _mm256_and_si256(_mm256_srli_epi16(x, 4), mask)};
@@ -174,54 +216,54 @@ inline __m256i join_int3(__m256i low, __m256i high) {
   return _mm256_or_si256(two, third_bit<kBit>(high));
 }
 
-// Scores of kRows rows: two vectors of positions from `split` at the places `first` and `second`.
-template <int kRows, typename Split>
-inline void score_pair(const Split& split, int num_groups, int group_bytes, const std::uint8_t* codes,
-                       const std::int8_t* digits, int head_dim, const RowFactors* factors, int first, int second,
-                       float* scores) {
+// Scores of kRows rows by one digit: two vectors of positions from `split` at the places `first` and `second`. The high
+// digit's are written, the low one's added to them.
+template <int kRows, Digit kDigit, typename Split>
+[[gnu::always_inline]] inline void score_pair(const Split& split, int group_bytes, const std::uint8_t* codes,
+                                              const std::int8_t* digits, int head_dim, const RowFactors* factors,
+                                              int first, int second, float* scores) {
+  const int num_groups = head_dim / 4;
   for (int start = 0; start < num_groups; start += kGroupsIn16Bits) {
     const int stop = start + kGroupsIn16Bits < num_groups ? start + kGroupsIn16Bits : num_groups;
-    __m256i sums[kRows][2][2];  // by row, digit and vector
+    __m256i sums[kRows][2];
     const std::uint8_t* at = codes + static_cast<std::ptrdiff_t>(start) * group_bytes;
     const std::int8_t* digit = digits + 4 * start;
     unroll<kRows>([&](auto r) __attribute__((always_inline)) {
-      unroll<2>([&](auto i) __attribute__((always_inline)) {
-        sums[r()][i()][0] = _mm256_setzero_si256();
-        sums[r()][i()][1] = _mm256_setzero_si256();
-      });
+      sums[r()][0] = _mm256_setzero_si256();
+      sums[r()][1] = _mm256_setzero_si256();
     });
     for (int group = start; group < stop; ++group, at += group_bytes, digit += 4) {
       const CodePair pair = split(at);
-      unroll<2 * kRows>([&](auto i) __attribute__((always_inline)) {
-        constexpr int r = i() / 2;
-        constexpr int half = i() % 2;
-        const __m256i u = broadcast(digit + (2 * r + half) * head_dim);
-        add_words_in_place(sums[r][half][0], _mm256_maddubs_epi16(pair.first, u));
-        add_words_in_place(sums[r][half][1], _mm256_maddubs_epi16(pair.second, u));
+      unroll<kRows>([&](auto r) __attribute__((always_inline)) {
+        const __m256i u = broadcast(digit + r() * head_dim);
+        add_words_in_place(sums[r()][0], _mm256_maddubs_epi16(pair.first, u));
+        add_words_in_place(sums[r()][1], _mm256_maddubs_epi16(pair.second, u));
       });
     }
     unroll<kRows>([&](auto r) __attribute__((always_inline)) {
       const __m256 factor = _mm256_set1_ps(factors[r()].factor);
+      const __m256 base = _mm256_set1_ps(factors[r()].base);
       unroll<2>([&](auto i) __attribute__((always_inline)) {
-        const __m256i high = _mm256_madd_epi16(sums[r()][0][i()], _mm256_set1_epi16(128));
-        const __m256i low = _mm256_madd_epi16(sums[r()][1][i()], _mm256_set1_epi16(1));
-        const __m256 sum = _mm256_cvtepi32_ps(_mm256_add_epi32(high, low));
+        const __m256 sum = _mm256_cvtepi32_ps(_mm256_madd_epi16(sums[r()][i()], _mm256_set1_epi16(1)));
         float* const to = scores + r() * kChunk + (i() == 0 ? first : second);
-        const __m256 before = start == 0 ? _mm256_set1_ps(factors[r()].base) : _mm256_load_ps(to);
-        _mm256_store_ps(to, _mm256_fmadd_ps(sum, factor, before));
+        if (start != 0) {
+          _mm256_store_ps(to, _mm256_fmadd_ps(sum, factor, _mm256_load_ps(to)));
+        } else if constexpr (kDigit == Digit::kHigh) {
+          _mm256_store_ps(to, _mm256_fmadd_ps(sum, factor, base));
+        } else {
+          _mm256_store_ps(to, _mm256_fmadd_ps(sum, factor, _mm256_add_ps(base, _mm256_load_ps(to))));
+        }
       });
     });
   }
 }
 
-template <int kBits, int kRows>
+template <int kBits, int kRows, Digit kDigit>
 [[gnu::noinline]] void score_span(const std::uint8_t* codes, const std::int8_t* digits, int head_dim,
                                   const RowFactors* factors, float* scores) {
-  const int num_groups = head_dim / 4;
   if constexpr (kBits == 4) {
     for (int i = 0; i < 4; ++i) {
-      score_pair<kRows>(split_int4, num_groups, 128, codes + 32 * i, digits, head_dim, factors, 8 * i, 32 + 8 * i,
-                        scores);
+      score_pair<kRows, kDigit>(split_int4, 128, codes + 32 * i, digits, head_dim, factors, 8 * i, 32 + 8 * i, scores);
     }
   } else {
     unroll<4>([&](auto i) __attribute__((always_inline)) {
@@ -233,7 +275,7 @@ template <int kBits, int kRows>
         const __m256i high = load(from + 64);
         return CodePair{join_int3<place, vector>(low, high), join_int3<place + 1, vector + 2>(low, high)};
       };
-      score_pair<kRows>(split, num_groups, 96, codes, digits, head_dim, factors, 8 * vector, 8 * vector + 16, scores);
+      score_pair<kRows, kDigit>(split, 96, codes, digits, head_dim, factors, 8 * vector, 8 * vector + 16, scores);
     });
   }
 }
@@ -249,48 +291,79 @@ inline std::int32_t order_weights(std::int16_t* weights) {
     _mm256_store_si256(reinterpret_cast<__m256i*>(weights + t), _mm256_shuffle_epi8(x, order));
     sum = _mm256_add_epi32(sum, _mm256_madd_epi16(x, _mm256_set1_epi16(1)));
   }
-  __m128i half = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
-  half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0x4e));
-  half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0xb1));
-  return _mm_cvtsi128_si32(half);
+  return sum_lanes(sum);
 }
 
-// The weights of up to kAddRows rows against a span.
+// The weights over 256, as bytes in the first half of where they were. What is rounded up and what down changes from
+// position to position, without a pattern that a sum over positions would keep.
+inline void shorten_weights(std::int16_t* weights) {
+  const __m256i first = _mm256_setr_epi16(3, 161, 63, 222, 124, 26, 184, 86, 244, 147, 49, 207, 109, 11, 169, 72);
+  for (int t = 0; t < kSpanTokens; t += 32) {
+    const __m256i step = _mm256_set1_epi16(static_cast<std::int16_t>(7 * t / 4));
+    const __m256i low = _mm256_and_si256(_mm256_add_epi16(first, step), _mm256_set1_epi16(255));
+    const __m256i high = _mm256_sub_epi16(_mm256_set1_epi16(255), low);
+    const __m256i a = _mm256_load_si256(reinterpret_cast<const __m256i*>(weights + t));
+    const __m256i b = _mm256_load_si256(reinterpret_cast<const __m256i*>(weights + t + 16));
+    const __m256i bytes = _mm256_packus_epi16(_mm256_srli_epi16(_mm256_add_epi16(a, low), 8),
+                                              _mm256_srli_epi16(_mm256_add_epi16(b, high), 8));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(weights + t / 2), _mm256_permute4x64_epi64(bytes, 0xd8));
+  }
+}
+
+// The weights of up to as many rows as a pass has against a span.
 struct RowWeights {
-  const std::int16_t* weights;  // ordered; the next row's are kChunk further
-  const std::int32_t* sums;
-  const float* old_factor;  // of the sums so far
-  const float* new_factor;  // of the integers
+  const std::int16_t* weights;  // ordered or shortened; the next row's are kChunk further
+  const std::int32_t* sums;     // of the ordered ones
+  const float* old_factor;      // of the sums so far
+  const float* new_factor;      // of the integers
 };
 
+enum class Precision { kFull, kMinor };
+
 // Adds the weighted levels of two vectors of channels to the sums of kRows rows.
-template <int kRows, typename Split>
-inline void add_pair(const Split& split, int group_bytes, __m256i levels, std::int32_t lowest,
-                     const std::uint8_t* codes, const RowWeights& rows, int head_dim, int first, int second,
-                     float* all_sums) {
+template <int kRows, Precision kPrecision, typename Split>
+[[gnu::always_inline]] inline void add_pair(const Split& split, int group_bytes, __m256i levels, std::int32_t lowest,
+                                            const std::uint8_t* codes, const RowWeights& rows, int head_dim, int first,
+                                            int second, float* all_sums) {
   __m256i sums[kRows][2];
   unroll<kRows>([&](auto r) __attribute__((always_inline)) {
-    // The levels in the table are higher by -lowest.
-    sums[r()][0] = _mm256_set1_epi32(rows.sums[r()] * lowest);
-    sums[r()][1] = sums[r()][0];
+    if constexpr (kPrecision == Precision::kFull) {
+      // The levels in the table are higher by -lowest.
+      sums[r()][0] = _mm256_set1_epi32(rows.sums[r()] * lowest);
+      sums[r()][1] = _mm256_set1_epi32(rows.sums[r()] * lowest);
+    } else {
+      sums[r()][0] = _mm256_setzero_si256();
+      sums[r()][1] = _mm256_setzero_si256();
+    }
   });
-  const std::int16_t* weights = rows.weights;
-  for (int group = 0; group < kNumGroups; ++group, codes += group_bytes, weights += 4) {
+  constexpr int kWeightBytes = kPrecision == Precision::kFull ? 8 : 4;  // of a group
+  const auto* weights = reinterpret_cast<const std::uint8_t*>(rows.weights);
+  constexpr int kRowBytes = kChunk * static_cast<int>(sizeof(std::int16_t));
+  for (int group = 0; group < kNumGroups; ++group, codes += group_bytes, weights += kWeightBytes) {
     const CodePair pair = split(codes);
     const __m256i one = _mm256_shuffle_epi8(levels, pair.first);
     const __m256i two = _mm256_shuffle_epi8(levels, pair.second);
-    const __m256i even_one = _mm256_and_si256(one, _mm256_set1_epi16(255));
-    const __m256i even_two = _mm256_and_si256(two, _mm256_set1_epi16(255));
-    const __m256i odd_one = _mm256_srli_epi16(one, 8);
-    const __m256i odd_two = _mm256_srli_epi16(two, 8);
-    unroll<kRows>([&](auto r) __attribute__((always_inline)) {
-      const __m256i even = broadcast(weights + r() * kChunk);
-      add_in_place(sums[r()][0], _mm256_madd_epi16(even_one, even));
-      add_in_place(sums[r()][1], _mm256_madd_epi16(even_two, even));
-      const __m256i odd = broadcast(weights + r() * kChunk + 2);
-      add_in_place(sums[r()][0], _mm256_madd_epi16(odd_one, odd));
-      add_in_place(sums[r()][1], _mm256_madd_epi16(odd_two, odd));
-    });
+    if constexpr (kPrecision == Precision::kFull) {
+      const __m256i even_one = _mm256_and_si256(one, _mm256_set1_epi16(255));
+      const __m256i even_two = _mm256_and_si256(two, _mm256_set1_epi16(255));
+      const __m256i odd_one = _mm256_srli_epi16(one, 8);
+      const __m256i odd_two = _mm256_srli_epi16(two, 8);
+      unroll<kRows>([&](auto r) __attribute__((always_inline)) {
+        const __m256i even = broadcast(weights + r() * kRowBytes);
+        add_in_place(sums[r()][0], _mm256_madd_epi16(even_one, even));
+        add_in_place(sums[r()][1], _mm256_madd_epi16(even_two, even));
+        const __m256i odd = broadcast(weights + r() * kRowBytes + 4);
+        add_in_place(sums[r()][0], _mm256_madd_epi16(odd_one, odd));
+        add_in_place(sums[r()][1], _mm256_madd_epi16(odd_two, odd));
+      });
+    } else {
+      unroll<kRows>([&](auto r) __attribute__((always_inline)) {
+        const __m256i weight = broadcast(weights + r() * kRowBytes);
+        const __m256i ones = _mm256_set1_epi16(1);
+        add_in_place(sums[r()][0], _mm256_madd_epi16(_mm256_maddubs_epi16(weight, one), ones));
+        add_in_place(sums[r()][1], _mm256_madd_epi16(_mm256_maddubs_epi16(weight, two), ones));
+      });
+    }
   }
   unroll<kRows>([&](auto r) __attribute__((always_inline)) {
     const __m256 shrink = _mm256_set1_ps(rows.old_factor[r()]);
@@ -303,24 +376,25 @@ inline void add_pair(const Split& split, int group_bytes, __m256i levels, std::i
   });
 }
 
-// Levels less the lowest, for codes of both halves of a vector.
-template <int kBits>
+// The levels for codes of both halves of a vector: less the lowest, or as they are.
+template <int kBits, Precision kPrecision>
 inline __m256i level_table() {
-  alignas(16) std::uint8_t table[16] = {};
+  alignas(16) std::int8_t table[16] = {};
   for (int code = 0; code < 1 << kBits; ++code) {
-    table[code] = static_cast<std::uint8_t>(kBits == 4 ? kInt4Levels[code] - kInt4Levels[0]
-                                                       : kInt3Levels[code % 8] - kInt3Levels[0]);
+    const int level = kBits == 4 ? kInt4Levels[code] : kInt3Levels[code % 8];
+    const int lowest = kBits == 4 ? kInt4Levels[0] : kInt3Levels[0];
+    table[code] = static_cast<std::int8_t>(kPrecision == Precision::kFull ? level - lowest : level);
   }
   return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
 }
 
-template <int kBits, int kRows>
+template <int kBits, int kRows, Precision kPrecision>
 [[gnu::noinline]] void add_span(const std::uint8_t* codes, const RowWeights& rows, int head_dim, float* sums) {
-  const __m256i levels = level_table<kBits>();
+  const __m256i levels = level_table<kBits, kPrecision>();
   if constexpr (kBits == 4) {
     for (int lane = 0; lane < head_dim / 2; lane += 8) {
-      add_pair<kRows>(split_int4, 2 * head_dim, levels, kInt4Levels[0], codes + 4 * lane, rows, head_dim, lane,
-                      lane + head_dim / 2, sums);
+      add_pair<kRows, kPrecision>(split_int4, 2 * head_dim, levels, kInt4Levels[0], codes + 4 * lane, rows, head_dim,
+                                  lane, lane + head_dim / 2, sums);
     }
   } else {
     const int quarter = head_dim / 4;
@@ -343,8 +417,8 @@ template <int kBits, int kRows>
               _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(one)), _mm_loadu_si128(two), 1), counts);
           return CodePair{join_int3<place, 2 * place>(low, high), join_int3<place + 1, 2 * place + 2>(low, high)};
         };
-        add_pair<kRows>(split, 3 * head_dim / 2, levels, kInt3Levels[0], codes, rows, head_dim, place * quarter + lane,
-                        (place + 1) * quarter + lane, sums);
+        add_pair<kRows, kPrecision>(split, 3 * head_dim / 2, levels, kInt3Levels[0], codes, rows, head_dim,
+                                    place * quarter + lane, (place + 1) * quarter + lane, sums);
       });
     }
   }
@@ -402,9 +476,32 @@ void turn_sums_back(const float* balance, const HeadTurn& turn, int head_dim, fl
 }
 
 inline void prefetch(const std::uint8_t* from, std::int64_t num_bytes) {
+#pragma GCC unroll 8
   for (std::int64_t offset = 0; offset < num_bytes; offset += 64) {
     _mm_prefetch(reinterpret_cast<const char*>(from + offset), _MM_HINT_T0);
   }
+}
+
+// After the softmax of a chunk: whether all rows of a strip can do without the low digits and with 7 bits of weight. The
+// variances of the rows become what they are then. `before` is the state before the chunk, `errors` the deviation of
+// each row's scores.
+inline bool is_minor(const StripState& before, const StripState& state, const StripChunk& chunk, int num_rows,
+                     const float* errors, float* variances) {
+  const __m256 weights = _mm256_load_ps(state.weights);
+  const __m256 shrink = _mm256_load_ps(chunk.old_factor);
+  const __m256 largest = _mm256_load_ps(chunk.new_factor);
+  const __m256 added = _mm256_fnmadd_ps(_mm256_load_ps(before.weights), shrink, weights);
+  const __m256 error = _mm256_load_ps(errors);
+  // The squares of the weights sum to less than the largest times their sum.
+  const __m256 by_scores = _mm256_mul_ps(added, _mm256_mul_ps(error, error));
+  const __m256 by_weights = _mm256_mul_ps(largest, _mm256_set1_ps(kShortWeights));
+  const __m256 old = _mm256_mul_ps(_mm256_load_ps(variances), _mm256_mul_ps(shrink, shrink));
+  const __m256 sum = _mm256_fmadd_ps(largest, _mm256_add_ps(by_scores, by_weights), old);
+  const __m256 allowed = _mm256_mul_ps(_mm256_mul_ps(weights, weights), _mm256_set1_ps(kAllowedVariance));
+  const int minor = _mm256_movemask_ps(_mm256_cmp_ps(sum, allowed, _CMP_LE_OQ));
+  const bool all = (~minor & ((1 << num_rows) - 1)) == 0;
+  _mm256_store_ps(variances, all ? sum : old);
+  return all;
 }
 
 template <int kBits>
@@ -412,6 +509,10 @@ void run_spans(const AttentionShape& shape, const AttentionItem& item, const KvL
                const Buffers& b) {
   const KvLayout& layout = shape.layout;
   const int head_dim = layout.head_dim;
+  constexpr float kMiddle = static_cast<float>((1 << kBits) - 1) * 0.5F;
+  // In nats: a rounded digit is off by 0.29 units, and a code is 0.29 times their number away from the middle.
+  const float error_per_unit =
+      0.29F * 0.29F * static_cast<float>(1 << kBits) * std::sqrt(static_cast<float>(head_dim)) / kLog2E;
   const std::int64_t record_bytes = kv_record_bytes(kBits, head_dim);
   const KvRecordLayout parts = kv_record_layout(kBits, head_dim);
   const auto record = [&](int span) {
@@ -422,8 +523,6 @@ void run_spans(const AttentionShape& shape, const AttentionItem& item, const KvL
   };
   alignas(32) float units[kLanes];
   _mm256_store_ps(units, _mm256_set1_ps(1.0F));
-  alignas(32) float nats[kLanes];
-  _mm256_store_ps(nats, _mm256_set1_ps(1.0F / kLog2E));
   SpanNumbers numbers;
   StripChunk chunk;
   const int last_span = ceil_div(item.key_end, kSpanTokens);
@@ -436,7 +535,7 @@ void run_spans(const AttentionShape& shape, const AttentionItem& item, const KvL
     const int begin = span * kSpanTokens;
     const int count = item.key_end - begin < kSpanTokens ? item.key_end - begin : kSpanTokens;
     const int skipped = item.key_begin > begin ? item.key_begin - begin : 0;
-    read_numbers(here, parts, head_dim, numbers);
+    read_numbers(here, parts, head_dim, kMiddle, numbers);
     for (int strip = 0; strip < stacked; strip += kLanes) {
       const int num_rows = stacked - strip < kLanes ? stacked - strip : kLanes;
       Seen seen = see(b.positions + strip, num_rows, shape.window, begin, count, chunk);
@@ -448,30 +547,62 @@ void run_spans(const AttentionShape& shape, const AttentionItem& item, const KvL
         continue;
       }
       const std::ptrdiff_t at = static_cast<std::ptrdiff_t>(strip) * head_dim;
+      RowIntegers integers[kLanes];
       RowFactors factors[kLanes];
+      alignas(32) float errors[kLanes] = {};
       for (int r = 0; r < num_rows; ++r) {
-        factors[r] = make_digits(b.queries + at + r * head_dim, numbers, head_dim, b.digits + 2 * r * head_dim);
-        factors[r].base += b.offsets[strip + r];
+        std::int16_t* const row = b.integers + static_cast<std::ptrdiff_t>(r) * head_dim;
+        integers[r] = make_integers(b.queries + at + r * head_dim, numbers, head_dim, row);
+        const float unit = 128.0F * integers[r].factor;
+        const std::int32_t sum = take_digits<Digit::kHigh>(row, head_dim, b.digits + r * head_dim);
+        factors[r] = {unit, integers[r].base + b.offsets[strip + r] - unit * kMiddle * static_cast<float>(sum)};
+        errors[r] = unit * error_per_unit;
       }
       for_passes<kScoreRows>(num_rows, [&](auto pass, int first) {
-        score_span<kBits, pass()>(here + parts.key_codes, b.digits + 2 * first * head_dim, head_dim, factors + first,
-                                  chunk.scores[first]);
+        score_span<kBits, pass(), Digit::kHigh>(here + parts.key_codes, b.digits + first * head_dim, head_dim,
+                                                factors + first, chunk.scores[first]);
       });
-      if (shape.softcap > 0.0F) {
-        apply_softcap(chunk, num_rows, kSpanTokens / 8, nats, shape.softcap);
-      }
       StripState& state = b.states[strip / kLanes];
-      if (seen.masked || count != kSpanTokens) {
-        softmax_chunk<Weights::kFixed15, true>(state, chunk, num_rows, kSpanTokens / 8, units, numbers.value_factors,
-                                               1);
-      } else {
-        softmax_chunk<Weights::kFixed15, false>(state, chunk, num_rows, kSpanTokens / 8, units, numbers.value_factors,
-                                                1);
+      const StripState before = state;
+      const auto soften = [&] {
+        if (shape.softcap > 0.0F) {
+          apply_softcap(chunk, num_rows, kSpanTokens / 8, units, shape.softcap);
+        }
+        if (seen.masked || count != kSpanTokens) {
+          softmax_chunk<Weights::kFixed15, true>(state, chunk, num_rows, kSpanTokens / 8, units, numbers.value_factors,
+                                                 1);
+        } else {
+          softmax_chunk<Weights::kFixed15, false>(state, chunk, num_rows, kSpanTokens / 8, units, numbers.value_factors,
+                                                  1);
+        }
+      };
+      bool minor = false;
+      if (shape.softcap == 0.0F) {  // with a cap the low digits would come too late
+        soften();
+        minor = is_minor(before, state, chunk, num_rows, errors, b.variances + strip);
+      }
+      if (!minor) {
+        for (int r = 0; r < num_rows; ++r) {
+          const std::int32_t sum = take_digits<Digit::kLow>(b.integers + static_cast<std::ptrdiff_t>(r) * head_dim,
+                                                            head_dim, b.digits + r * head_dim);
+          factors[r] = {integers[r].factor, -integers[r].factor * kMiddle * static_cast<float>(sum)};
+        }
+        for_passes<kScoreRows>(num_rows, [&](auto pass, int first) {
+          score_span<kBits, pass(), Digit::kLow>(here + parts.key_codes, b.digits + first * head_dim, head_dim,
+                                                 factors + first, chunk.scores[first]);
+        });
+        state = before;
+        soften();
       }
       std::int32_t weight_sums[kLanes];
       for (int r = 0; r < num_rows; ++r) {
-        weight_sums[r] = order_weights(chunk.weights[0][r]);
-        chunk.new_factor[r] *= numbers.undo;
+        if (minor) {
+          shorten_weights(chunk.weights[0][r]);
+          chunk.new_factor[r] *= 256.0F * numbers.undo;
+        } else {
+          weight_sums[r] = order_weights(chunk.weights[0][r]);
+          chunk.new_factor[r] *= numbers.undo;
+        }
       }
       if (numbers.nan_scales != 0) {
         spoil_rows(numbers.nan_scales, num_rows, chunk);
@@ -479,11 +610,20 @@ void run_spans(const AttentionShape& shape, const AttentionItem& item, const KvL
       if (strip == 0 && next != nullptr) {
         prefetch(next + parts.scales, record_bytes - parts.scales);
       }
-      for_passes<kAddRows>(num_rows, [&](auto pass, int first) {
-        const RowWeights weights = {chunk.weights[0][first], weight_sums + first, chunk.old_factor + first,
-                                    chunk.new_factor + first};
-        add_span<kBits, pass()>(here + parts.value_codes, weights, head_dim, b.sums + at + first * head_dim);
-      });
+      const auto weights = [&](int first) {
+        return RowWeights{chunk.weights[0][first], weight_sums + first, chunk.old_factor + first,
+                          chunk.new_factor + first};
+      };
+      const std::uint8_t* const codes = here + parts.value_codes;
+      if (minor) {
+        for_passes<kAddMinorRows>(num_rows, [&](auto pass, int first) {
+          add_span<kBits, pass(), Precision::kMinor>(codes, weights(first), head_dim, b.sums + at + first * head_dim);
+        });
+      } else {
+        for_passes<kAddRows>(num_rows, [&](auto pass, int first) {
+          add_span<kBits, pass(), Precision::kFull>(codes, weights(first), head_dim, b.sums + at + first * head_dim);
+        });
+      }
     }
   }
 }
@@ -522,6 +662,7 @@ void run(const AttentionShape& shape, const AttentionItem& item, const KvLayer& 
   }
   for (int strip = 0; strip < stacked; strip += kLanes) {
     reset(b.states[strip / kLanes]);
+    _mm256_store_ps(b.variances + strip, _mm256_setzero_ps());
   }
   __builtin_memset(b.sums, 0, sizeof(float) * static_cast<std::size_t>(stacked) * static_cast<std::size_t>(head_dim));
   if (layout.codec == KvCodec::kInt4) {

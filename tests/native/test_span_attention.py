@@ -284,3 +284,177 @@ def test_head_groups_and_numbers_of_rows(
 ) -> None:
     more = {"num_heads": heads[0], "num_kv_heads": heads[1], "block_size": 128}
     check(private_step(pattern, [1, 2, 7, 30], [300, 270, 400, 290], **more), isa, threads=2)
+
+
+@pytest.mark.parametrize("pattern", ["int4", "int3", "by age"])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_long_contexts_are_split_over_threads(isa: str, pattern: str, threads: int) -> None:
+    step = private_step(pattern, [1, 20], [2500, 1100], num_heads=3, num_kv_heads=1)
+    check(step, isa, threads)
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 3.0, 30.0])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_few_rows_are_well_within_the_tolerance(isa: str, spread: float, num_rows: int) -> None:
+    """Flat and sharp attention alike: what is rounded more coarsely must not matter."""
+    for pattern in ("int4", "int3"):
+        more = {"num_heads": 3, "num_kv_heads": 1, "spread": spread}
+        step = private_step(pattern, [num_rows], [1500], **more)
+        assert error_of(step) <= FEW_ROWS_TOLERANCE[isa]
+
+
+@pytest.mark.parametrize("pattern", ["int4", "all in turn"])
+@pytest.mark.parametrize("window", [1, 50, 64, 100, 333])
+def test_windows(isa: str, pattern: str, window: int) -> None:
+    step = private_step(pattern, [1, 1, 40, 3], [500, 60, 400, 321], window=window)
+    check(step, isa, threads=2)
+
+
+@pytest.mark.parametrize("pattern", ["int4", "int3", "all in turn"])
+@pytest.mark.parametrize("block_size", [64, 128, 192])
+def test_rows_inside_blocks_of_codes(isa: str, pattern: str, block_size: int) -> None:
+    """The limits by cause and by the end of a context fall into the middle of spans."""
+    tables = [[0, 1, 2], [0, 3], [0, 1, 2, 4]]
+    lengths = [3 * block_size - 7, 2 * block_size - 30, 3 * block_size + 1]
+    codecs = [CODECS[(2 + i) % 4] if pattern == "all in turn" else pattern for i in range(5)]
+    for num_rows in ([1, 1, 1], [90, 5, 40]):
+        step = SpanStep(6, 2, 64, block_size, num_rows, lengths, tables, codecs)
+        check(step, isa, threads=2)
+
+
+@pytest.mark.parametrize("pattern", ["int4", "all in turn"])
+def test_softcap(isa: str, pattern: str) -> None:
+    check(private_step(pattern, [1, 40, 3], [400, 190, 270], softcap=2.0), isa)
+
+
+@pytest.mark.parametrize("pattern", ["int3", "by age"])
+def test_prefixes_that_several_sequences_share(isa: str, pattern: str) -> None:
+    root, branch = list(range(4)), list(range(4, 9))
+    tables = [[*root, *branch, 20], [*root, *branch, 21, 22], [*root, 30, 31], [40, 41]]
+    tables += [[*root, *branch, 23 + i] for i in range(6)]
+    lengths = [64 * len(table) - 3 for table in tables]
+    num_rows = [1, 2, 1, 1, 3, 1, 1, 1, 1, 20]
+    check(SpanStep(6, 2, 64, 64, num_rows, lengths, tables, codecs_of(tables, pattern)), isa)
+
+
+def test_a_uniform_arena_needs_no_tables(isa: str) -> None:
+    step = private_step("int4", [1, 3], [256, 192], num_layers=1, layer=0)
+    step = SpanStep(
+        6, 2, 64, 64, [1, 3], [256, 192], step.tables, ["int4"] * len(step.codecs), 0, 0.0, 1, 0
+    )
+    size = 2 * (2 * 64 + 64 + 16 * 64 * 4)
+    uniform = np.stack([step.arena[0, at : at + size] for at in step.offsets])
+    layout = {**step.layout(), "codec": "int4", "offsets": None, "codecs": None}
+    out = _native.attention(
+        POOLS[1], step.queries, uniform, num_layers=1, layer=0, scale=64**-0.5, **layout
+    )
+    np.testing.assert_array_equal(out, step.run())
+
+
+# --- extremes
+
+
+def no_steps(parts: Parts) -> None:
+    parts.steps[:] = 0
+    parts.zeros[:] = 0
+
+
+def no_scales(parts: Parts) -> None:
+    parts.scales[:] = 0
+
+
+def smallest_numbers(parts: Parts) -> None:
+    parts.steps[:] = np.arange(parts.steps.shape[-1]) % 9
+    parts.scales[:] = np.arange(SPAN) % 9
+
+
+def largest_steps(parts: Parts) -> None:
+    parts.steps[..., 1::7] = 254
+    parts.zeros[..., 1::14] = 127
+    parts.zeros[..., 8::14] = -128
+
+
+def largest_scales(parts: Parts) -> None:
+    parts.scales[:] = 254
+
+
+def one_scale_sticks_out(parts: Parts) -> None:
+    parts.scales[..., 5] = 254
+
+
+def constant_keys(parts: Parts) -> None:
+    """Every product is as large as it can be, and of one sign."""
+    parts.key_codes[:] = parts.key_codes.max()
+    parts.steps[:] = 140
+
+
+def constant_values(parts: Parts) -> None:
+    parts.value_codes[..., ::2, :] = 0
+    parts.value_codes[..., 1::2, :] = parts.value_codes.max()
+
+
+def a_key_that_takes_all(parts: Parts) -> None:
+    parts.steps[:] += 8
+    parts.key_codes[..., 1:, :] = parts.key_codes.max() // 2
+    parts.key_codes[..., 0, :] = parts.key_codes.max()
+
+
+@pytest.mark.parametrize("pattern", ["int4", "int3"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        no_steps,
+        no_scales,
+        smallest_numbers,
+        largest_scales,
+        one_scale_sticks_out,
+        constant_keys,
+        constant_values,
+        a_key_that_takes_all,
+    ],
+)
+def test_extremes(isa: str, pattern: str, change: Callable[[Parts], None]) -> None:
+    for num_rows in (1, 40):
+        check(private_step(pattern, [num_rows], [700], change=change), isa)
+
+
+@pytest.mark.parametrize("pattern", ["int4", "int3"])
+def test_the_largest_steps(isa: str, pattern: str) -> None:
+    for num_rows in (1, 40):
+        check(private_step(pattern, [num_rows], [700], spread=1e-3, change=largest_steps), isa)
+        # Which of two keys wins is not known to float32 any more.
+        step = private_step(pattern, [num_rows], [700], spread=30.0, change=largest_steps)
+        assert np.abs(step.run()).max() <= step.value_range() * 1.001
+
+
+def test_queries_of_zeros_and_of_any_size(isa: str) -> None:
+    for spread in (0.0, 1e-30, 1e-38, 1e4):
+        check(private_step("int4", [1, 20], [400, 300], spread=spread), isa)
+
+
+@pytest.mark.parametrize("pattern", ["int4", "int3"])
+@pytest.mark.parametrize("num_rows", [1, 2, 40])
+@pytest.mark.parametrize("part", ["steps", "scales"])
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+def test_what_is_no_number_reaches_the_rows_that_see_it(
+    isa: str, pattern: str, num_rows: int, part: str, softcap: float
+) -> None:
+    def spoil(parts: Parts) -> None:
+        getattr(parts, part)[1, 0, 1, 9] = NAN
+
+    step = private_step(pattern, [num_rows], [700], softcap=softcap, change=spoil)
+    out = step.run()
+    group = step.num_heads // step.num_kv_heads
+    assert np.isfinite(out[:, :group]).all()
+    assert not np.isfinite(out[:, group:]).all(axis=-1).any()
+
+
+def test_rows_whose_window_is_past_what_is_no_number_are_whole(isa: str) -> None:
+    def spoil(parts: Parts) -> None:
+        parts.scales[1, 0, :, 9] = NAN
+
+    step = private_step("int4", [40], [240], window=150, change=spoil)
+    whole = np.isfinite(step.run()).all(axis=(1, 2))
+    # Of the three blocks of codes the window of the last rows begins in the second, past its tenth position.
+    oldest = np.arange(200, 240) - 149
+    np.testing.assert_array_equal(whole, (oldest > 64 + 9) & (oldest > 128 + 9))
