@@ -1,4 +1,4 @@
-"""Attention over blocks in int4 and int3, alone and beside blocks of rows, against numpy in float64 on what they hold."""
+"""Attention over blocks in int4 and int3, alone and beside blocks of rows, against float64 on what they hold."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 _native = pytest.importorskip("kvist._native", reason="the native extension is not built")
 
+from tests.native.test_attention import POOLS, consecutive, decode, encode  # noqa: E402
+
 from kvist.codecs import e5m3  # noqa: E402  # after the extension was found
 from kvist.codecs.packing import pack  # noqa: E402
 from kvist.codecs.rotated import LEVELS  # noqa: E402
 from kvist.kernels.rotation import rotation  # noqa: E402
-from tests.native.test_attention import POOLS, consecutive, decode, encode  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,8 +28,8 @@ SPAN = 64
 NAN = 255
 NOT_ALLOCATED = 255
 # Of the range of the values. The contract is 2e-3 wherever kernels use fixed point; few rows do better.
-TOLERANCE = {"serial": 1e-5, "avx2": 2e-3, "avx512": 2e-3, "neon": 2e-3}
-FEW_ROWS_TOLERANCE = {"serial": 1e-5, "avx2": 3e-4, "avx512": 3e-4, "neon": 1e-5}
+TOLERANCE = {"serial": 1e-5, "avx2": 2e-3, "avx512": 2e-3, "neon": 1e-5}
+FEW_ROWS_TOLERANCE = {"serial": 1e-5, "avx2": 6e-4, "avx512": 6e-4, "neon": 1e-5}
 PATTERNS: dict[str, Callable[[int, int], str]] = {
     "int4": lambda i, n: "int4" if i < n - 1 else "raw16",
     "int3": lambda i, n: "int3" if i < n - 1 else "raw16",
@@ -274,26 +275,25 @@ def private_step(
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("head_dim", [8, 32, 64, 72, 80, 96, 128, 192, 256])
 def test_head_dims(isa: str, pattern: str, head_dim: int) -> None:
-    check(private_step(pattern, [1, 3, 10], [300, 200, 410], head_dim=head_dim), isa)
+    more = {"head_dim": head_dim, "num_heads": 4, "num_layers": 1, "layer": 0}
+    check(private_step(pattern, [1, 3, 5], [200, 150, 290], **more), isa)
 
 
 @pytest.mark.parametrize("pattern", ["int4", "int3"])
 @pytest.mark.parametrize("heads", [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (8, 2), (14, 2)])
-def test_head_groups_and_numbers_of_rows(
-    isa: str, pattern: str, heads: tuple[int, int]
-) -> None:
+def test_head_groups_and_numbers_of_rows(isa: str, pattern: str, heads: tuple[int, int]) -> None:
     more = {"num_heads": heads[0], "num_kv_heads": heads[1], "block_size": 128}
-    check(private_step(pattern, [1, 2, 7, 30], [300, 270, 400, 290], **more), isa, threads=2)
+    check(private_step(pattern, [1, 2, 7, 30], [300, 270, 200, 290], **more), isa, threads=2)
 
 
 @pytest.mark.parametrize("pattern", ["int4", "int3", "by age"])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_long_contexts_are_split_over_threads(isa: str, pattern: str, threads: int) -> None:
-    step = private_step(pattern, [1, 20], [2500, 1100], num_heads=3, num_kv_heads=1)
+    step = private_step(pattern, [1, 7], [2500, 1100], num_heads=3, num_kv_heads=1)
     check(step, isa, threads)
 
 
-@pytest.mark.parametrize("spread", [0.1, 1.0, 3.0, 30.0])
+@pytest.mark.parametrize("spread", [0.1, 1.0, 3.0, 10.0])
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_few_rows_are_well_within_the_tolerance(isa: str, spread: float, num_rows: int) -> None:
     """Flat and sharp attention alike: what is rounded more coarsely must not matter."""
@@ -317,8 +317,8 @@ def test_rows_inside_blocks_of_codes(isa: str, pattern: str, block_size: int) ->
     tables = [[0, 1, 2], [0, 3], [0, 1, 2, 4]]
     lengths = [3 * block_size - 7, 2 * block_size - 30, 3 * block_size + 1]
     codecs = [CODECS[(2 + i) % 4] if pattern == "all in turn" else pattern for i in range(5)]
-    for num_rows in ([1, 1, 1], [90, 5, 40]):
-        step = SpanStep(6, 2, 64, block_size, num_rows, lengths, tables, codecs)
+    for num_rows in ([1, 1, 1], [70, 5, 20]):
+        step = SpanStep(4, 2, 64, block_size, num_rows, lengths, tables, codecs)
         check(step, isa, threads=2)
 
 
@@ -458,3 +458,106 @@ def test_rows_whose_window_is_past_what_is_no_number_are_whole(isa: str) -> None
     # Of the three blocks of codes the window of the last rows begins in the second, past its tenth position.
     oldest = np.arange(200, 240) - 149
     np.testing.assert_array_equal(whole, (oldest > 64 + 9) & (oldest > 128 + 9))
+
+
+# --- any step
+
+
+@st.composite
+def random_steps(draw: st.DrawFn) -> SpanStep:
+    block_size = draw(st.sampled_from([64, 64, 128]))
+    num_kv_heads = draw(st.integers(1, 2))
+    tables: list[list[int]] = []
+    num_rows, context_lens, next_id = [], [], 0
+    for _ in range(draw(st.integers(1, 5))):
+        table: list[int] = []
+        if tables and draw(st.booleans()):
+            other = draw(st.sampled_from(tables))
+            table = other[: draw(st.integers(0, len(other)))]
+        fresh = draw(st.integers(0 if table else 1, 6))
+        table = [*table, *range(next_id, next_id + fresh)]
+        next_id += fresh
+        length = draw(st.integers((len(table) - 1) * block_size + 1, len(table) * block_size))
+        tables.append(table)
+        context_lens.append(length)
+        num_rows.append(min(length, draw(st.integers(1, 20))))
+    return SpanStep(
+        num_heads=num_kv_heads * draw(st.integers(1, 4)),
+        num_kv_heads=num_kv_heads,
+        head_dim=draw(st.sampled_from([8, 32, 64, 80, 96])),
+        block_size=block_size,
+        num_rows=num_rows,
+        context_lens=context_lens,
+        tables=tables,
+        codecs=draw(st.lists(st.sampled_from(CODECS), min_size=next_id, max_size=next_id)),
+        window=draw(st.sampled_from([0, 0, 30, 200])),
+        softcap=draw(st.sampled_from([0.0, 0.0, 20.0])),
+        num_layers=1,
+        layer=0,
+        seed=draw(st.integers(0, 1000)),
+        spread=draw(st.sampled_from([0.3, 2.0, 6.0])),
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(step=random_steps(), threads=st.integers(1, 3))
+def test_random_tables(step: SpanStep, threads: int) -> None:
+    before = _native.isa()
+    try:
+        for name in _native.isas():
+            _native.force_isa(name)
+            check(step, name, threads)
+    finally:
+        _native.force_isa(before)
+
+
+# --- what is refused
+
+
+def test_blocks_of_codes_that_cannot_be_read_are_refused() -> None:
+    step = private_step("int4", [1], [200])
+    step.run()
+    other = private_step("int4", [1], [200], num_layers=1, layer=0)
+    size = step.arena.size
+    moved = step.offsets.copy()
+    moved[step.tables[0][0]] = size - 100
+    for changed, message in [
+        ({"transforms": None}, "int4 blocks cannot be read without transforms"),
+        ({"transforms": other.transforms}, "transforms must be of 2 layers, 2 KV heads and 64"),
+        (
+            {
+                "block_size": 32,
+                "block_ids": np.repeat(step.layout()["block_ids"], 2),
+                "table_starts": np.array([0, 8], np.int32),
+            },
+            "a multiple of 64 positions",
+        ),
+        ({"offsets": moved}, "not in an arena"),
+        ({"codecs": np.full_like(step.codes, 4)}, "the codec 4, which is none"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            step.run(**changed)
+
+
+def test_transforms_that_make_no_sense_are_refused() -> None:
+    good = np.ones((2, 3, 8), np.float32)
+    _native.KvTransforms(good, good, good)
+    bad = good.copy()
+    for value, places in [(np.nan, (0, 1, 2)), (np.inf, (0, 1, 2)), (0.0, (1, 2)), (-1.0, (1, 2))]:
+        bad[1, 2, 3] = value
+        for place in places:
+            with pytest.raises(ValueError, match="finite, and balances above 0"):
+                _native.KvTransforms(*(bad if i == place else good for i in range(3)))
+    bad[:] = -1.0
+    _native.KvTransforms(bad, good, good)
+    with pytest.raises(ValueError, match="the same shape"):
+        _native.KvTransforms(good, good[:1], good)
+    with pytest.raises(TypeError):
+        _native.KvTransforms(good.astype(np.float64), good, good)
+
+
+def test_rows_are_not_written_in_codecs_of_spans() -> None:
+    x = np.ones((1, 1, 8), np.float32)
+    for codec in BITS:
+        with pytest.raises(ValueError, match="rows are written in raw16 or int8"):
+            _native.encode_kv(codec, x)
