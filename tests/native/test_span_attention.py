@@ -14,9 +14,16 @@ _native = pytest.importorskip("kvist._native", reason="the native extension is n
 
 from tests.native.test_attention import POOLS, consecutive, decode, encode  # noqa: E402
 
+from kvist.bench.kernels import (  # noqa: E402  # after the extension was found
+    AttentionSizes,
+    StepKind,
+    check_attention,
+    make_step,
+)
 from kvist.codecs import e5m3  # noqa: E402  # after the extension was found
 from kvist.codecs.packing import pack  # noqa: E402
 from kvist.codecs.rotated import LEVELS  # noqa: E402
+from kvist.errors import BenchError  # noqa: E402
 from kvist.kernels.rotation import rotation  # noqa: E402
 
 if TYPE_CHECKING:
@@ -561,3 +568,13 @@ def test_rows_are_not_written_in_codecs_of_spans() -> None:
     for codec in BITS:
         with pytest.raises(ValueError, match="rows are written in raw16 or int8"):
             _native.encode_kv(codec, x)
+
+
+@pytest.mark.parametrize("codec", BITS)
+def test_what_the_benchmark_times_is_checked_first(isa: str, codec: str) -> None:
+    sizes = AttentionSizes(num_heads=3, num_kv_heads=1, head_dim=64)
+    step = make_step(_native, sizes, StepKind(codec, [1, 3], [[0, 1], [0, 2]]), 2)
+    check_attention(_native, POOLS[1], step)
+    step.arena[:, 200:] ^= 0x11
+    with pytest.raises(BenchError, match=f"wrong over {codec} blocks"):
+        check_attention(_native, POOLS[1], step)
