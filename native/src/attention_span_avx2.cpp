@@ -32,7 +32,6 @@
 namespace kvist {
 namespace {
 
-constexpr int kDigitLimit = 127 * 128;            // the largest integer of two digits
 constexpr int kScoreRows = 6;                     // at a time
 constexpr int kAddRows = 4;                       // with weights of 15 bits
 constexpr int kAddMinorRows = 6;                  // with 7 bits
@@ -59,9 +58,10 @@ struct Buffers {
   float* sums;     // (rows, D) in the records' basis
   std::int32_t* positions;
   StripState* states;
-  float* variances;        // (rows,) of the sums, by rounding
-  std::int16_t* integers;  // (kLanes, D)
-  std::int8_t* digits;     // (kLanes, D)
+  float* variances;  // (rows,) of the sums, by rounding
+  // Of a strip, W values a row: D, and zeros up to a multiple of 32.
+  float* products;  // of the query and the steps
+  std::int8_t* digits;
 };
 
 Buffers divide(Scratch& scratch, int head_dim, int stacked) {
@@ -74,8 +74,8 @@ Buffers divide(Scratch& scratch, int head_dim, int stacked) {
   b.positions = scratch.take<std::int32_t>(rows);
   b.states = scratch.take<StripState>(rows / kLanes);
   b.variances = scratch.take<float>(rows);
-  b.integers = scratch.take<std::int16_t>(kLanes * width);
-  b.digits = scratch.take<std::int8_t>(kLanes * width);
+  b.products = scratch.take<float>(kLanes * static_cast<std::size_t>(round_up(head_dim, 32)));
+  b.digits = scratch.take<std::int8_t>(kLanes * static_cast<std::size_t>(round_up(head_dim, 32)));
   return b;
 }
 
@@ -140,14 +140,13 @@ struct RowFactors {
   float base;
 };
 
-// Query times steps, as integers.
-struct RowIntegers {
-  float factor;  // of an integer
-  float base;    // the score of a key whose codes are all in the middle
+// Query times steps.
+struct RowProducts {
+  float unit;  // of a high digit; 0 where nothing can be said in units
+  float base;  // the score of a key whose codes are all in the middle
 };
 
-inline RowIntegers make_integers(const float* query, const SpanNumbers& span, int head_dim, std::int16_t* integers) {
-  alignas(32) float products[kMaxHeadDim];
+inline RowProducts multiply_steps(const float* query, const SpanNumbers& span, int head_dim, float* products) {
   __m256 most = _mm256_setzero_ps();
   __m256 base = _mm256_setzero_ps();
   for (int d = 0; d < head_dim; d += 8) {
@@ -157,33 +156,37 @@ inline RowIntegers make_integers(const float* query, const SpanNumbers& span, in
     base = _mm256_fmadd_ps(u, _mm256_load_ps(span.middles + d), base);
   }
   const float largest = max_lanes(most);
-  // Products so small that their inverse overflows count as 0.
-  const bool is_tiny = largest < 1e-30F;
-  const __m256 inverse = _mm256_set1_ps(is_tiny ? 0.0F : static_cast<float>(kDigitLimit) / largest);
-  for (int d = 0; d < head_dim; d += 16) {
-    const __m256i first = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_load_ps(products + d), inverse));
-    const __m256i last = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_load_ps(products + d + 8), inverse));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(integers + d),
-                        _mm256_permute4x64_epi64(_mm256_packs_epi32(first, last), 0xd8));
-  }
-  return {is_tiny ? 0.0F : largest / static_cast<float>(kDigitLimit), sum_lanes(base)};
+  // Products so small that the inverse of a unit overflows count as 0.
+  return {largest < 1e-30F ? 0.0F : largest * (1.0F / 127.0F), sum_lanes(base)};
 }
 
 enum class Digit { kHigh, kLow };
 
-// Writes one digit of each integer and returns their sum.
+// Writes one digit of each product and returns the digits' sum. The high ones are there when the low ones are wanted.
 template <Digit kDigit>
-inline std::int32_t take_digits(const std::int16_t* integers, int head_dim, std::int8_t* digits) {
+inline std::int32_t take_digits(const float* products, float unit, int width, std::int8_t* digits) {
+  const float inverse = unit == 0.0F ? 0.0F : 1.0F / unit;
+  const __m256 scale = _mm256_set1_ps(kDigit == Digit::kHigh ? inverse : 128.0F * inverse);
+  const auto integers = [&](int d) __attribute__((always_inline)) {
+    const __m256 u = _mm256_load_ps(products + d);
+    if constexpr (kDigit == Digit::kHigh) {
+      return _mm256_cvtps_epi32(_mm256_mul_ps(u, scale));
+    } else {
+      const __m128i high = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(digits + d));
+      const __m256 rest = _mm256_fnmadd_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(high)), _mm256_set1_ps(unit), u);
+      return _mm256_cvtps_epi32(_mm256_mul_ps(rest, scale));
+    }
+  };
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   __m256i sum = _mm256_setzero_si256();
-  for (int d = 0; d < head_dim; d += 16) {
-    const __m256i words = load(integers + d);
-    const __m256i high = _mm256_srai_epi16(_mm256_add_epi16(words, _mm256_set1_epi16(64)), 7);
-    const __m256i digit = kDigit == Digit::kHigh ? high : _mm256_sub_epi16(words, _mm256_slli_epi16(high, 7));
-    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(digit, _mm256_set1_epi16(1)));
-    const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(digit, digit), 0xd8);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(digits + d), _mm256_castsi256_si128(bytes));
+  for (int d = 0; d < width; d += 32) {
+    const __m256i first = _mm256_packs_epi32(integers(d), integers(d + 8));
+    const __m256i last = _mm256_packs_epi32(integers(d + 16), integers(d + 24));
+    const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(first, last), order);
+    _mm256_store_si256(reinterpret_cast<__m256i*>(digits + d), bytes);
+    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes));
   }
-  return sum_lanes(sum);
+  return sum_lanes(_mm256_madd_epi16(sum, _mm256_set1_epi16(1)));
 }
 
 // Codes of two vectors of lanes out of one group.
@@ -223,6 +226,7 @@ template <int kRows, Digit kDigit, typename Split>
                                               const std::int8_t* digits, int head_dim, const RowFactors* factors,
                                               int first, int second, float* scores) {
   const int num_groups = head_dim / 4;
+  const int width = round_up(head_dim, 32);
   for (int start = 0; start < num_groups; start += kGroupsIn16Bits) {
     const int stop = start + kGroupsIn16Bits < num_groups ? start + kGroupsIn16Bits : num_groups;
     __m256i sums[kRows][2];
@@ -235,7 +239,7 @@ template <int kRows, Digit kDigit, typename Split>
     for (int group = start; group < stop; ++group, at += group_bytes, digit += 4) {
       const CodePair pair = split(at);
       unroll<kRows>([&](auto r) __attribute__((always_inline)) {
-        const __m256i u = broadcast(digit + r() * head_dim);
+        const __m256i u = broadcast(digit + r() * width);
         add_words_in_place(sums[r()][0], _mm256_maddubs_epi16(pair.first, u));
         add_words_in_place(sums[r()][1], _mm256_maddubs_epi16(pair.second, u));
       });
@@ -509,6 +513,7 @@ void run_spans(const AttentionShape& shape, const AttentionItem& item, const KvL
                const Buffers& b) {
   const KvLayout& layout = shape.layout;
   const int head_dim = layout.head_dim;
+  const int width = round_up(head_dim, 32);
   constexpr float kMiddle = static_cast<float>((1 << kBits) - 1) * 0.5F;
   // In nats: a rounded digit is off by 0.29 units, and a code is 0.29 times their number away from the middle.
   const float error_per_unit =
@@ -547,19 +552,19 @@ void run_spans(const AttentionShape& shape, const AttentionItem& item, const KvL
         continue;
       }
       const std::ptrdiff_t at = static_cast<std::ptrdiff_t>(strip) * head_dim;
-      RowIntegers integers[kLanes];
+      RowProducts products[kLanes];
       RowFactors factors[kLanes];
       alignas(32) float errors[kLanes] = {};
       for (int r = 0; r < num_rows; ++r) {
-        std::int16_t* const row = b.integers + static_cast<std::ptrdiff_t>(r) * head_dim;
-        integers[r] = make_integers(b.queries + at + r * head_dim, numbers, head_dim, row);
-        const float unit = 128.0F * integers[r].factor;
-        const std::int32_t sum = take_digits<Digit::kHigh>(row, head_dim, b.digits + r * head_dim);
-        factors[r] = {unit, integers[r].base + b.offsets[strip + r] - unit * kMiddle * static_cast<float>(sum)};
+        float* const row = b.products + static_cast<std::ptrdiff_t>(r) * width;
+        products[r] = multiply_steps(b.queries + at + r * head_dim, numbers, head_dim, row);
+        const float unit = products[r].unit;
+        const std::int32_t sum = take_digits<Digit::kHigh>(row, unit, width, b.digits + r * width);
+        factors[r] = {unit, products[r].base + b.offsets[strip + r] - unit * kMiddle * static_cast<float>(sum)};
         errors[r] = unit * error_per_unit;
       }
       for_passes<kScoreRows>(num_rows, [&](auto pass, int first) {
-        score_span<kBits, pass(), Digit::kHigh>(here + parts.key_codes, b.digits + first * head_dim, head_dim,
+        score_span<kBits, pass(), Digit::kHigh>(here + parts.key_codes, b.digits + first * width, head_dim,
                                                 factors + first, chunk.scores[first]);
       });
       StripState& state = b.states[strip / kLanes];
@@ -583,12 +588,13 @@ void run_spans(const AttentionShape& shape, const AttentionItem& item, const KvL
       }
       if (!minor) {
         for (int r = 0; r < num_rows; ++r) {
-          const std::int32_t sum = take_digits<Digit::kLow>(b.integers + static_cast<std::ptrdiff_t>(r) * head_dim,
-                                                            head_dim, b.digits + r * head_dim);
-          factors[r] = {integers[r].factor, -integers[r].factor * kMiddle * static_cast<float>(sum)};
+          const std::int32_t sum = take_digits<Digit::kLow>(b.products + static_cast<std::ptrdiff_t>(r) * width,
+                                                            products[r].unit, width, b.digits + r * width);
+          const float unit = products[r].unit / 128.0F;
+          factors[r] = {unit, -unit * kMiddle * static_cast<float>(sum)};
         }
         for_passes<kScoreRows>(num_rows, [&](auto pass, int first) {
-          score_span<kBits, pass(), Digit::kLow>(here + parts.key_codes, b.digits + first * head_dim, head_dim,
+          score_span<kBits, pass(), Digit::kLow>(here + parts.key_codes, b.digits + first * width, head_dim,
                                                  factors + first, chunk.scores[first]);
         });
         state = before;
@@ -664,6 +670,7 @@ void run(const AttentionShape& shape, const AttentionItem& item, const KvLayer& 
     reset(b.states[strip / kLanes]);
     _mm256_store_ps(b.variances + strip, _mm256_setzero_ps());
   }
+  __builtin_memset(b.products, 0, sizeof(float) * static_cast<std::size_t>(kLanes * round_up(head_dim, 32)));
   __builtin_memset(b.sums, 0, sizeof(float) * static_cast<std::size_t>(stacked) * static_cast<std::size_t>(head_dim));
   if (layout.codec == KvCodec::kInt4) {
     run_spans<4>(shape, item, layer, stacked, b);
