@@ -12,6 +12,7 @@
 
 #include "attention_kernels.h"
 #include "kvist/common.h"
+#include "kvist/rowwise.h"
 
 namespace kvist {
 
@@ -27,7 +28,6 @@ namespace {
 
 constexpr int kChunk = 64;  // keys that one softmax update covers
 constexpr int kLanes = 8;   // rows of a strip share vectors of float32: at most 8
-constexpr int kMaxHeadDim = 256;
 constexpr int kMaxGroups = kMaxHeadDim / kKvGroup;
 constexpr int kWeight13 = 8192;  // 2^13: 8192 * 4095 * 64 < 2^31
 constexpr int kWeight15 = 32767;
@@ -372,7 +372,7 @@ inline Seen see(const std::int32_t* positions, int num_rows, int window, int beg
 // num_values (a multiple of 8) of them, multiplied by factor, in their order.
 inline void write_sums(KvCodec codec, const float* sums, int num_values, float factor, float* out) {
   const __m256 scale = _mm256_set1_ps(factor);
-  if (codec == KvCodec::kInt8) {
+  if (codec != KvCodec::kRaw16) {
     for (int d = 0; d < num_values; d += 8) {
       _mm256_storeu_ps(out + d, _mm256_mul_ps(_mm256_load_ps(sums + d), scale));
     }

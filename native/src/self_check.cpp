@@ -14,6 +14,7 @@
 #include "aligned.h"
 #include "kvist/attention.h"
 #include "kvist/kv_codec.h"
+#include "kvist/kv_span.h"
 #include "kvist/linear.h"
 #include "kvist/rowwise.h"
 
@@ -178,6 +179,68 @@ std::string check_attention(Isa isa, bool falsified) {
   return "";
 }
 
+// Records of a block with any codes, and steps and scales of a few binades: keys and values are about 1.
+std::vector<std::uint8_t> make_records(int bits, int head_dim, int num_records, Values& values) {
+  const auto record_bytes = static_cast<std::size_t>(kv_record_bytes(bits, head_dim));
+  const KvRecordLayout parts = kv_record_layout(bits, head_dim);
+  std::vector<std::uint8_t> records(static_cast<std::size_t>(num_records) * record_bytes);
+  std::generate(records.begin(), records.end(),
+                [&] { return static_cast<std::uint8_t>(static_cast<int>((values.next() + 1.0F) * 128.0F)); });
+  for (std::size_t at = 0; at < records.size(); at += record_bytes) {
+    for (int d = 0; d < head_dim; ++d) {
+      records[at + static_cast<std::size_t>(d)] %= 24U;
+      records[at + static_cast<std::size_t>(d)] += 128U;
+      records[at + static_cast<std::size_t>(parts.zeros + d)] = static_cast<std::uint8_t>(1 - (1 << bits) + d % 3);
+    }
+    for (int t = 0; t < kSpanTokens; ++t) {
+      records[at + static_cast<std::size_t>(parts.scales + t)] %= 16U;
+      records[at + static_cast<std::size_t>(parts.scales + t)] += 104U;
+    }
+  }
+  return records;
+}
+
+std::string check_spans(Isa isa, bool falsified) {
+  constexpr int kHeads = 3;
+  constexpr int kBlocks = 8;
+  // One row over a long context, a few and many rows with some of its blocks.
+  constexpr std::array<std::int32_t, 4> kQueryStarts = {0, 1, 3, 17};
+  constexpr std::array<std::int32_t, 3> kContextLens = {380, 250, 150};
+  constexpr std::array<std::int32_t, 4> kTableStarts = {0, 6, 10, 13};
+  constexpr std::array<std::int32_t, 13> kTables = {0, 1, 2, 3, 4, 5, 0, 1, 2, 6, 0, 1, 7};
+  const AttentionBatch batch{
+      3, kQueryStarts.data(), kContextLens.data(), kTableStarts.data(), kTables.data(), nullptr, nullptr};
+  Values values;
+  for (const KvCodec codec : {KvCodec::kInt4, KvCodec::kInt3}) {
+    for (const int head_dim : {64, 96}) {
+      const auto width = static_cast<std::size_t>(head_dim);
+      const int bits = kv_codec_bits(codec);
+      const std::vector<std::uint8_t> blocks = make_records(bits, head_dim, kBlocks, values);
+      const std::vector<float> mean = values.take(width);
+      std::vector<float> balances = values.take(2 * width, 0.5F);
+      std::ranges::transform(balances, balances.begin(), [](float x) { return 1.0F + x; });
+      const KvTransforms transforms{mean.data(), balances.data(), balances.data() + width};
+      const std::vector<float> queries =
+          values.take(static_cast<std::size_t>(kQueryStarts.back()) * kHeads * width, 2.0F);
+      const int window = (codec == KvCodec::kInt4) == (head_dim == 64) ? 100 : 0;
+      const AttentionShape shape{{codec, 1, kSpanTokens, head_dim, 0, kv_record_bytes(bits, head_dim)},
+                                 kHeads,
+                                 0.125F,
+                                 0.0F,
+                                 window,
+                                 &transforms};
+      std::string error =
+          differs("attention over int" + std::to_string(bits) + ", head_dim " + std::to_string(head_dim),
+                  run_attention(isa, shape, batch, kQueryStarts.back(), queries, blocks),
+                  run_attention(Isa::kSerial, shape, batch, kQueryStarts.back(), queries, blocks), 1.5e-2F, falsified);
+      if (!error.empty()) {
+        return error;
+      }
+    }
+  }
+  return "";
+}
+
 std::string check_codec(Isa isa, bool falsified) {
   constexpr int kHeadDim = 72;
   Values values;
@@ -221,8 +284,11 @@ std::string self_check(Isa isa, std::string_view falsify) {
     const char* name;
     std::string (*check)(Isa isa, bool falsified);
   };
-  constexpr Part kParts[] = {
-      {"codec", check_codec}, {"rowwise", check_rowwise}, {"linear", check_linear}, {"attention", check_attention}};
+  constexpr Part kParts[] = {{"codec", check_codec},
+                             {"rowwise", check_rowwise},
+                             {"linear", check_linear},
+                             {"attention", check_attention},
+                             {"spans", check_spans}};
   if (isa == Isa::kSerial) {
     return "";
   }

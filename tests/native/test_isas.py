@@ -86,6 +86,7 @@ def test_the_self_check_passes_and_changes_nothing(name: str) -> None:
     [
         ("linear", "linear int8 with 1 rows: "),
         ("attention", "attention over raw16, head_dim 64: "),
+        ("spans", "attention over int4, head_dim 64: "),
         ("codec", "rows of keys in raw16"),
         ("rowwise", "row-wise work: "),
     ],

@@ -24,8 +24,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvist.bench.machine import machine_document
+from kvist.codecs import e5m3
+from kvist.codecs.packing import packed_bytes, unpack
+from kvist.codecs.rotated import LEVELS
 from kvist.errors import BenchError
 from kvist.kernels.native import extension
+from kvist.kernels.rotation import rotation
+from kvist.spec import SPAN_CODEC_BITS, SPAN_TOKENS, span_record_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,13 +44,18 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 WEIGHT_KINDS = {"int8": (0, "int8_madd"), "int4": (32, "int8_maddubs"), "bf16": (0, "f32_fma")}
 """Group, and the ceiling of the instructions that dominate, by kind of weights."""
-CODECS = {"raw16": "f32_fma", "int8": "int8_madd"}
+CODECS = {
+    "raw16": "f32_fma",
+    "int8": "int8_madd",
+    "int4": "int8_maddubs",
+    "int3": "int8_maddubs",
+}
 ROW_COUNTS = (1, 4, 16, 64, 512)
 LARGE_SHAPE = (8192, 2048)
 """Outputs and inputs."""
 
 NUM_CHECKED_ROWS = 8
-ATTENTION_TOLERANCE = {"raw16": 0.02, "int8": 0.05}
+ATTENTION_TOLERANCE = {"raw16": 0.02, "int8": 0.05, "int4": 0.005, "int3": 0.005}
 """Of the largest |v|. Scores are spread so that a few keys have most of the weight: a wrong one costs more."""
 SCORE_SPREAD = 3.0
 CEILING_SECONDS = 0.3
@@ -374,7 +384,9 @@ class AttentionStep:
     arena: Array
     """(B, bytes) uint8."""
     keys: Array
-    """(B, 2, K, P, D) float32: the keys and values that each layer of the arena stands for."""
+    """(B, 2, K, P, D) float32: the keys, in the basis of the queries, and values that each layer stands for."""
+    transforms: Any  # of the extension
+    """What int4 and int3 blocks need; None for others."""
     query_starts: Array
     context_lens: Array
     table_starts: Array
@@ -392,7 +404,7 @@ class AttentionStep:
             "table_starts": self.table_starts,
             "block_ids": self.block_ids,
             "scale": self.sizes.head_dim**-0.5,
-        }
+        } | ({} if self.transforms is None else {"transforms": self.transforms})
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,13 +433,15 @@ def make_step(
     codec, num_queries, tables = kind.codec, kind.num_queries, kind.tables
     random = np.random.default_rng(11)
     num_blocks = 1 + max(block for table in tables for block in table)
-    shape = (num_blocks, 2, sizes.num_kv_heads, BLOCK_SIZE, sizes.head_dim)
-    one = random.standard_normal(shape, dtype=np.float32)
-    encoded = native.encode_kv(codec, one.reshape(-1, 1, sizes.head_dim))
-    row_bytes = encoded.shape[-1]
-    layer = encoded.reshape(num_blocks, 1, -1)
+    transforms = None
+    if codec in SPAN_CODEC_BITS:
+        layer, keys = random_spans(codec, num_blocks, sizes, random)
+        channels = (num_layers, sizes.num_kv_heads, sizes.head_dim)
+        ones = np.ones(channels, np.float32)
+        transforms = native.KvTransforms(np.zeros(channels, np.float32), ones, ones)
+    else:
+        layer, keys = random_rows(native, codec, num_blocks, sizes, random)
     arena = np.ascontiguousarray(np.broadcast_to(layer, (num_blocks, num_layers, layer.shape[-1])))
-    decoded = decode_kv(codec, encoded.reshape(-1, row_bytes), sizes.head_dim)
     total = sum(num_queries)
     queries = random.standard_normal((total, sizes.num_heads, sizes.head_dim), dtype=np.float32)
     return AttentionStep(
@@ -436,7 +450,8 @@ def make_step(
         num_layers=num_layers,
         queries=queries * np.float32(SCORE_SPREAD),
         arena=arena.reshape(num_blocks, -1),
-        keys=decoded.reshape(shape),
+        keys=keys,
+        transforms=transforms,
         query_starts=np.concatenate([[0], np.cumsum(num_queries)]).astype(np.int32),
         context_lens=np.array([len(table) * BLOCK_SIZE for table in tables], dtype=np.int32),
         table_starts=np.concatenate([[0], np.cumsum([len(table) for table in tables])]).astype(
@@ -444,6 +459,44 @@ def make_step(
         ),
         block_ids=np.concatenate([np.asarray(table) for table in tables]).astype(np.int32),
     )
+
+
+def random_rows(
+    native: Native, codec: str, num_blocks: int, sizes: AttentionSizes, random: np.random.Generator
+) -> tuple[Array, Array]:
+    """Return blocks of one layer in a codec of rows, (B, 1, bytes), and what they stand for, (B, 2, K, P, D)."""
+    shape = (num_blocks, 2, sizes.num_kv_heads, BLOCK_SIZE, sizes.head_dim)
+    one = random.standard_normal(shape, dtype=np.float32)
+    encoded = native.encode_kv(codec, one.reshape(-1, 1, sizes.head_dim))
+    decoded = decode_kv(codec, encoded.reshape(-1, encoded.shape[-1]), sizes.head_dim)
+    return encoded.reshape(num_blocks, 1, -1), decoded.reshape(shape)
+
+
+def random_spans(
+    codec: str, num_blocks: int, sizes: AttentionSizes, random: np.random.Generator
+) -> tuple[Array, Array]:
+    """Return the same for int4 or int3, keys turned: any codes, steps and scales that make keys and values about 1."""
+    bits, head_dim = SPAN_CODEC_BITS[codec], sizes.head_dim
+    outer = (num_blocks, sizes.num_kv_heads)
+    levels = LEVELS[bits].astype(np.float32)
+    half = (2**bits - 1) / 2
+
+    def numbers(count: int, size: float) -> Array:
+        return e5m3.nearest(size * 2.0 ** random.uniform(-0.5, 0.5, (*outer, count))).astype(
+            np.uint8
+        )
+
+    steps = numbers(head_dim, math.sqrt(3) / (half + 1))
+    zeros = np.full((*outer, head_dim), 1 - 2**bits, np.int8)
+    scales = numbers(SPAN_TOKENS, 1 / float(np.sqrt(np.square(levels).mean())))
+    size = packed_bytes(SPAN_TOKENS, head_dim, bits)
+    key_bytes, value_bytes = random.integers(0, 256, (2, *outer, size), np.uint8)
+    records = np.concatenate((steps, zeros.view(np.uint8), key_bytes, scales, value_bytes), axis=-1)
+    key_codes = unpack(key_bytes, SPAN_TOKENS, head_dim, bits)
+    value_codes = np.swapaxes(unpack(value_bytes, head_dim, SPAN_TOKENS, bits), -1, -2)
+    keys = e5m3.VALUES[steps][..., None, :] * (key_codes - np.float32(half))
+    values = e5m3.VALUES[scales][..., None] * levels[value_codes] @ rotation(head_dim).T
+    return records.reshape(num_blocks, 1, -1), np.stack((keys, values), axis=1)
 
 
 def decode_kv(codec: str, rows: Array, head_dim: int) -> Array:
@@ -526,9 +579,8 @@ def attention_cases(
 def _attention_case(
     name: str, native: Native, pool: Pool, sizes: AttentionSizes, kind: StepKind, footprint: int
 ) -> Case:
-    row_bytes = native.encode_kv(kind.codec, np.ones((1, 1, sizes.head_dim), np.float32)).shape[-1]
     num_blocks = len({block for table in kind.tables for block in table})
-    layer_bytes = num_blocks * 2 * sizes.num_kv_heads * BLOCK_SIZE * row_bytes
+    layer_bytes = num_blocks * sizes.num_kv_heads * _head_bytes(native, kind.codec, sizes.head_dim)
     step = make_step(native, sizes, kind, max(1, footprint // layer_bytes))
     # A row sees all keys before it, and itself.
     seen = sum(
@@ -545,6 +597,14 @@ def _attention_case(
         check=lambda: check_attention(native, pool, step),
         time_s=lambda seconds: _time_attention(native, pool, step, seconds),
     )
+
+
+def _head_bytes(native: Native, codec: str, head_dim: int) -> int:
+    """Return the bytes of K and V of a block in one layer and KV head."""
+    if codec in SPAN_CODEC_BITS:
+        return BLOCK_SIZE // SPAN_TOKENS * span_record_bytes(codec, head_dim)
+    row = native.encode_kv(codec, np.ones((1, 1, head_dim), np.float32))
+    return 2 * BLOCK_SIZE * int(row.shape[-1])
 
 
 def _time_attention(native: Native, pool: Pool, step: AttentionStep, seconds: float) -> float:

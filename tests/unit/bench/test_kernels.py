@@ -215,9 +215,9 @@ def test_the_cases_of_a_model_by_name(monkeypatch):
 
 def test_no_such_case_is_an_error(monkeypatch):
     monkeypatch.setattr(kernels, "extension", FakeNative)
-    result = CliRunner().invoke(app, ["bench", "kernels", "--only", "int3"])
+    result = CliRunner().invoke(app, ["bench", "kernels", "--only", "int7"])
     assert result.exit_code == 1
-    assert "no case has 'int3' in its name" in result.stderr
+    assert "no case has 'int7' in its name" in result.stderr
 
 
 def test_the_last_line_of_stdout_is_json(monkeypatch):
