@@ -4,7 +4,7 @@ Long prompts that nobody repeats are sent one by one until cached blocks are evi
 the cache then holds is counted, prompt by prompt. Beside it, how many requests of a quarter of that length run at once
 when more are sent than fit. The scheduler, the cache and the arena are the real ones; blocks are encoded, demoted and
 evicted as ever. Without --compute the model is left out: nobody looks at K and V here, and a prompt of 8,000 tokens
-takes a CPU half a minute. Ends with one JSON line.
+takes a CPU half a minute; with it, requests at once are not counted. Ends with one JSON line.
 
     python -m benchmarks.kv_fill [--memory-gib 1] [--prompt-tokens 8100] [--codecs raw16,int8,int4,int3,mixed]
                                  [--compute]
@@ -127,8 +127,8 @@ def tokens_held(core: EngineCore) -> int:
     )
 
 
-def fill(core: EngineCore, num_prompt: int, rng: random.Random) -> dict[str, Any]:
-    """Fill the engine's memory; return what it holds, and how many requests ran at once."""
+def fill(core: EngineCore, num_prompt: int, rng: random.Random, num_at_once: int) -> dict[str, Any]:
+    """Fill the engine's memory; return what it holds, and how many requests out of ``num_at_once`` ran at once."""
     num_sent = 0
 
     def send(num_prompt: int, num_output: int) -> None:
@@ -154,10 +154,10 @@ def fill(core: EngineCore, num_prompt: int, rng: random.Random) -> dict[str, Any
     core.check_invariants()
     cache = core.stats().cache
     num_prompts = num_sent
-    for _ in range(60):
+    for _ in range(num_at_once):
         # Long enough outputs for all of them to be under way at the same time.
         send(num_prompt // 4, num_prompt // 4)
-    num_at_once = run_until_idle(core)
+    most = run_until_idle(core)
     core.check_invariants()
     return {
         "tokens": int(statistics.mean(counts)),
@@ -167,7 +167,7 @@ def fill(core: EngineCore, num_prompt: int, rng: random.Random) -> dict[str, Any
         "demoted_for_room": cache.num_demotions_for_room,
         "evicted": cache.num_evictions,
         "bytes_by_codec": dict(cache.bytes_by_codec),
-        "running_at_once": num_at_once,
+        "running_at_once": most,
         "preemptions": core.stats().scheduler.num_preemptions,
     }
 
@@ -186,7 +186,12 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         core, plan = make_core(config, spec, is_computing=arguments.compute)
         row = {
             "codec": codec,
-            **fill(core, arguments.prompt_tokens, random.Random(arguments.seed)),
+            **fill(
+                core,
+                arguments.prompt_tokens,
+                random.Random(arguments.seed),
+                0 if arguments.compute else 60,
+            ),
         }
         row["kv_bytes"] = plan.kv_bytes
         row["bits"] = (

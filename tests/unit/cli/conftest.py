@@ -17,7 +17,7 @@ def parts(monkeypatch):
     tokenizer.encode_chat = lambda messages: tokenizer.encode(
         tokenizer.apply_chat_template(messages), add_special_tokens=False
     )
-    monkeypatch.setattr("kvist.cli.models._build", lambda config: parts.engine)
+    monkeypatch.setattr("kvist.cli.models._build", lambda *_: parts.engine)
     monkeypatch.setattr("kvist.cli.models.ensure_available", lambda name: None)
     # This process is the tests'.
     monkeypatch.setattr("kvist.cli.serve.ignore_interrupts", lambda: None)

@@ -79,7 +79,7 @@ def test_the_engine_is_closed_when_the_command_fails(monkeypatch):
         def close(self):
             events.append("close")
 
-    monkeypatch.setattr(models, "_build", lambda config: FakeEngine())
+    monkeypatch.setattr(models, "_build", lambda *_: FakeEngine())
     monkeypatch.setattr(models, "ensure_available", lambda name: None)
     with pytest.raises(ModelLoadError), models.running_engine(EngineConfig()):
         raise ModelLoadError("[test] stop")

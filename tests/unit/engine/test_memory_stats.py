@@ -25,7 +25,9 @@ def run(parts, name, prompt):
 
 
 def test_bytes_by_state_are_the_pool_and_layers_share_them_alike():
-    parts = make_parts(num_blocks=64, kv_bytes=64 * 1000, layer_windows=WINDOWS)
+    parts = make_parts(
+        num_blocks=64, kv_bytes=64 * 1000, layer_windows=WINDOWS, raw_block_bytes=500
+    )
     parts.core._metrics = RequestMetrics({6, 20})
     for name in ("a", "b"):
         run(parts, name, range(33))
@@ -33,6 +35,9 @@ def test_bytes_by_state_are_the_pool_and_layers_share_them_alike():
     memory = memory_stats(parts.plan, stats.cache, stats.requests)
     assert memory.codec == "float32"
     assert memory.block_bytes == 1000
+    # 32 bits for each value.
+    assert memory.compression == 0.5
+    assert memory.blocks_by_codec == {"float32": stats.cache.num_evictable}
     assert sum(memory.bytes_by_state.values()) == 64 * 1000
     assert memory.bytes_by_state["evictable"] == stats.cache.num_evictable * 1000 > 0
     assert [(layer.num_layers, layer.window) for layer in memory.layers] == [
