@@ -195,8 +195,6 @@ SPAN_CODEC_BITS: dict[str, int] = {"int4": 4, "int3": 3}
 def span_record_bytes(codec: str, head_dim: int) -> int:
     """Return the bytes of K and V of SPAN_TOKENS positions in one layer and KV head.
 
-    A span that begins a sequence has another 2 bytes for each channel: its first key in bfloat16.
-
     Args:
         codec: A key of SPAN_CODEC_BITS.
         head_dim: A multiple of 8.

@@ -5,7 +5,8 @@ weights by the same kernels, side by side, and only K and V differ. Knows neithe
 
 A codec that the kernels read is measured as it runs: K and V are in it from the moment they are written, those of the
 query's own block as well. Any other codec is emulated: as soon as a block is complete, its K and V are replaced by what
-the codec's readable version makes of them, in all layers; the query's own block is as the reference has it.
+the codec's readable version makes of them, in all layers; the query's own block is as the reference has it. The block
+that begins a sequence goes through SINK_CODEC where the codec takes none (int4, int3).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -38,14 +39,20 @@ if TYPE_CHECKING:
 ROTATED_CODECS: dict[str, RotatedCodec] = {codec.name: codec for codec in (INT4, INT3)}
 CODECS = ("raw16", "int8", *ROTATED_CODECS)
 """What can be measured."""
+SINK_CODEC = "int8"
+"""Of the block that begins a sequence, beside int4 and int3."""
+
+if TYPE_CHECKING:
+    Emulation = Callable[[Rows], "Emulated"]
+    """What a codec makes of a block."""
 
 
-class Emulation(Protocol):
-    """What a codec makes of a span."""
+class Emulated(NamedTuple):
+    """What comes back from a codec."""
 
-    def __call__(self, rows: Rows, *, begins_sequence: bool) -> Rows | None:
-        """Return what comes back from the codec; None: the span stays as it is."""
-        ...
+    rows: Rows
+    num_held: int = 0
+    """Values that were beyond its reach."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +71,8 @@ class Score:
     kl: float = 0.0
     """Divergence of the distribution with the codec from the one without; nats."""
     squared_kl: float = 0.0
-    raw_spans: int = 0
-    """Spans that the codec could not hold."""
+    num_held: int = 0
+    """Values beyond the codec's reach, held to the nearest that it can say; counted by emulations."""
 
     def __add__(self, other: Score) -> Score:
         mine, others = asdict(self), asdict(other)
@@ -98,7 +105,7 @@ class Score:
             "kl_se": _standard_error(kl, self.squared_kl, n),
             "top1_agreement": agreement,
             "top1_agreement_se": math.sqrt(agreement * (1 - agreement) / n),
-            "raw_spans": self.raw_spans,
+            "num_held": self.num_held,
         }
 
 
@@ -192,12 +199,11 @@ class NativeComputer:
         return torch.from_numpy(step.logits[:rows]).view(len(tables), len(chunk), -1)
 
 
-def bits_per_value(codec: str, head_dim: int, window: int) -> float:
-    """Return the bits of a K or V value of a sequence of ``window`` positions, whole spans, all metadata included."""
-    if codec not in ROTATED_CODECS:
-        return registry.get(codec).bits_per_value(head_dim)
-    # The first key of the sequence, 16 bits for each channel.
-    return ROTATED_CODECS[codec].bits_per_value(head_dim) + 16 / (2 * window)
+def bits_per_value(codec: str, head_dim: int) -> float:
+    """Return the bits of a K or V value in a codec, all metadata included."""
+    if codec in ROTATED_CODECS:
+        return ROTATED_CODECS[codec].bits_per_value(head_dim)
+    return registry.get(codec).bits_per_value(head_dim)
 
 
 def score_window(
@@ -219,6 +225,7 @@ def score_window(
     spec = computer.spec
     emulated = [name for name in codecs if name not in computer.readable]
     through = {name: emulation(name, transforms) for name in emulated}
+    sink = {name: _sink(name, transforms) for name in emulated}
     num_blocks = len(tokens) // SPAN
     shared = _arena(spec, computer.reference, (1 + len(emulated)) * len(tokens))
     own = {name: _arena(spec, name, len(tokens)) for name in codecs if name in computer.readable}
@@ -233,8 +240,8 @@ def score_window(
         reference = logits[0, : len(targets)].log_softmax(-1)
         for name, table, row in zip(emulated, tables[1:], logits[1:], strict=True):
             scores[name] += compare(reference, row[: len(targets)].log_softmax(-1), targets)
-            if not _replace(shared, table[index], through[name], begins_sequence=index == 0):
-                scores[name] += Score(raw_spans=1)
+            how = through[name] if index else sink[name]
+            scores[name] += Score(num_held=_replace(shared, table[index], how))
         for name, arena in own.items():
             row = computer.logits(start, chunk, tables[:1], arena)[0]
             scores[name] += compare(reference, row[: len(targets)].log_softmax(-1), targets)
@@ -259,46 +266,43 @@ def compare(reference: torch.Tensor, logprobs: torch.Tensor, targets: torch.Tens
 
 
 def emulation(codec: str, transforms: KVTransforms) -> Emulation:
-    """Return what a codec makes of a span.
+    """Return what a codec makes of a block.
 
     Raises:
         ConfigError: There is no such codec.
     """
     if codec in ROTATED_CODECS:
-        return partial(_through_span, ROTATED_CODECS[codec], transforms)
+        return partial(_through_spans, ROTATED_CODECS[codec], transforms)
     return partial(_through_rows, registry.get(codec))
 
 
-def _through_span(
-    codec: RotatedCodec, transforms: KVTransforms, rows: Rows, *, begins_sequence: bool
-) -> Rows | None:
-    span = codec.encode(rows, transforms, begins_sequence=begins_sequence)
-    return None if span is None else codec.decode(span, transforms)
+def _sink(codec: str, transforms: KVTransforms) -> Emulation:
+    """Return what becomes of a block that begins a sequence."""
+    return emulation(SINK_CODEC if codec in ROTATED_CODECS else codec, transforms)
 
 
-def _through_rows(codec: KVCodec, rows: Rows, *, begins_sequence: bool) -> Rows | None:  # noqa: ARG001
+def _through_spans(codec: RotatedCodec, transforms: KVTransforms, rows: Rows) -> Emulated:
+    encoded = codec.encode(rows, transforms)
+    return Emulated(codec.decode(encoded.records, transforms), encoded.num_held)
+
+
+def _through_rows(codec: KVCodec, rows: Rows) -> Emulated:
     keys, values = (torch.from_numpy(x) for x in rows)
     stored = codec.encode(turn(keys) if codec.turns_keys else keys)
     keys = codec.decode(stored)
     keys = turn_back(keys) if codec.turns_keys else keys
-    return Rows(keys.numpy(), codec.decode(codec.encode(values)).numpy())
+    return Emulated(Rows(keys.numpy(), codec.decode(codec.encode(values)).numpy()))
 
 
-def _replace(
-    arena: BlockArena, block_id: int, through: Emulation, *, begins_sequence: bool
-) -> bool:
-    """Put what a codec gives back in the place of a block; False when it takes no such block."""
+def _replace(arena: BlockArena, block_id: int, through: Emulation) -> int:
+    """Put what a codec gives back in the place of a block; return how many values it held."""
     layers = [arena.layer(index)[block_id] for index in range(arena.kv_spec.num_layers)]
     stored = torch.stack(layers).float()
-    rows = through(
-        Rows(stored[:, 0].numpy(), stored[:, 1].numpy()), begins_sequence=begins_sequence
-    )
-    if rows is None:
-        return False
+    emulated = through(Rows(stored[:, 0].numpy(), stored[:, 1].numpy()))
     for index, layer in enumerate(layers):
-        layer[0].copy_(torch.from_numpy(rows.keys[index]))
-        layer[1].copy_(torch.from_numpy(rows.values[index]))
-    return True
+        layer[0].copy_(torch.from_numpy(emulated.rows.keys[index]))
+        layer[1].copy_(torch.from_numpy(emulated.rows.values[index]))
+    return emulated.num_held
 
 
 def _arena(spec: ModelSpec, codec: str, num_tokens: int) -> BlockArena:

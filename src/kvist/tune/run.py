@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RECORD_VERSION = 2
+RECORD_VERSION = 3
 """Of what a score means; a change of a codec's encoder is one."""
 
 
@@ -142,7 +142,7 @@ def measure(measurement: Measurement, on_progress: Progress) -> dict[str, Any]: 
             {
                 "name": name,
                 "kernels": "native" if name in readable else "emulated",
-                "bits_per_value": bits_per_value(name, spec.head_dim, measurement.window_tokens),
+                "bits_per_value": bits_per_value(name, spec.head_dim),
                 **score.summary(),
             }
             for name, score in totals.items()

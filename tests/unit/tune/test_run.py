@@ -81,7 +81,7 @@ def test_figures_name_codec_kernels_and_bits(request_: Measurement) -> None:
         assert codec["kl"] > 0
         assert 0 < codec["top1_agreement"] <= 1
         assert codec["positions"] == 3 * 127
-        assert codec["raw_spans"] == 0
+        assert codec["num_held"] == 0
     assert document["codecs"][1]["bits_per_value"] < document["codecs"][0]["bits_per_value"]
     assert told[-1] == ("measuring", 384, 384)
     assert ("calibrating", 1000, 1000) in told
