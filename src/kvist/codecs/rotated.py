@@ -199,7 +199,7 @@ class RotatedCodec:
     def _encode_keys(self, turned: Floats, how: RowTransform) -> tuple[Bytes, int]:
         """Return the K part of (L, K, 64, D) turned rows as (L * K, bytes), and how many components it holds."""
         rows = turned.reshape(-1, SPAN, turned.shape[-1])
-        is_sound: NDArray[np.bool_] = np.isfinite(rows).all(axis=1)
+        is_sound = np.asarray(np.isfinite(rows).all(axis=1))
         rows, num_held = _held(rows, is_sound[:, None], self.reach_of_keys)
         grid = self._choose_grid(rows)
         limit = 2**self.bits - 1
@@ -252,7 +252,7 @@ class RotatedCodec:
     def _encode_values(self, turned: Floats, how: RowTransform) -> tuple[Bytes, int]:
         """Return the V part of (L, K, 64, D) turned rows as (L * K, bytes), and how many components it holds."""
         rows = turned.reshape(-1, SPAN, turned.shape[-1])
-        is_sound: NDArray[np.bool_] = np.isfinite(rows).all(axis=-1)
+        is_sound = np.asarray(np.isfinite(rows).all(axis=-1))
         rows, num_held = _held(rows, is_sound[..., None], self.reach_of_values)
         scales = self._choose_scales(rows)
         inverses, levels = _inverse(scales), LEVELS[self.bits]
