@@ -21,14 +21,14 @@ queries. docs/formats/kv_block.md says how a kernel reads a record, and has a wo
 
 Numerics: float32. An encoder may choose any step, zero point and scale; codes are one of the two grid points around a
 value, or the nearest one beyond the grid's ends, so no component is off by more than ``error_bounds`` says. This one
-tries neighbouring steps and scales for the least squared error, then rounds channel by channel, each error moving the
-channels that follow (``transforms.error_feedback``).
+tries neighbouring steps and scales for the least squared error. Values are rounded to the nearest level; keys channel
+by channel, each error moving the channels that follow, where the transforms say how (``KVTransforms.feedback``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -37,11 +37,9 @@ from kvist.codecs.packing import pack, packed_bytes, unpack
 from kvist.spec import SPAN_CODEC_BITS, SPAN_TOKENS, span_record_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import NDArray
 
-    from kvist.codecs.transforms import KVTransforms, RowTransform
+    from kvist.codecs.transforms import KVTransforms
 
     Floats = NDArray[np.float32]
     Bytes = NDArray[np.uint8]
@@ -128,7 +126,7 @@ class RotatedCodec:
         """What a turned component of V is held within: the largest scale times the last level."""
         return e5m3.LARGEST * float(LEVELS[self.bits][-1])
 
-    def encode(self, rows: Rows, transforms: KVTransforms) -> Encoded:
+    def encode(self, rows: Rows, transforms: KVTransforms, start: int = 0) -> Encoded:
         """Return the bytes of a block.
 
         A channel of K over a span, or a position of V, with a component that is not finite reads as NaN. As rows are
@@ -137,14 +135,17 @@ class RotatedCodec:
         Args:
             rows: K after RoPE, and V.
             transforms: Of the model, for the same layers, heads and dimensions.
+            start: Position of the first row in its sequence. Makes a difference where transforms have a key metric, and
+                none to what may be read.
         """
         with np.errstate(over="ignore", invalid="ignore"):
             keys = _spans(transforms.keys.turn(rows.keys - transforms.mean[:, :, None]))
             values = _spans(transforms.values.turn(rows.values))
         records, num_held = [], 0
         for span in range(keys.shape[2]):
-            key_bytes, keys_held = self._encode_keys(keys[:, :, span], transforms.keys)
-            value_bytes, values_held = self._encode_values(values[:, :, span], transforms.values)
+            feedback = transforms.feedback(start + span * SPAN)
+            key_bytes, keys_held = self._encode_keys(keys[:, :, span], feedback)
+            value_bytes, values_held = self._encode_values(values[:, :, span])
             record = np.concatenate((key_bytes, value_bytes), axis=-1)
             records.append(record.reshape(*keys.shape[:2], -1))
             num_held += keys_held + values_held
@@ -196,29 +197,40 @@ class RotatedCodec:
         ends = np.cumsum([head_dim, head_dim, codes, SPAN])
         return np.split(records, ends, axis=-1)
 
-    def _encode_keys(self, turned: Floats, how: RowTransform) -> tuple[Bytes, int]:
+    def _encode_keys(self, turned: Floats, feedback: Floats | None) -> tuple[Bytes, int]:
         """Return the K part of (L, K, 64, D) turned rows as (L * K, bytes), and how many components it holds."""
         rows = turned.reshape(-1, SPAN, turned.shape[-1])
         is_sound = np.asarray(np.isfinite(rows).all(axis=1))
         rows, num_held = _held(rows, is_sound[:, None], self.reach_of_keys)
         grid = self._choose_grid(rows)
-        limit = 2**self.bits - 1
-        steps, halves, inverses = (
-            _in_order(x, how) for x in (grid.step, grid.zero * _HALF, _inverse(grid.step))
-        )
-
-        def choose(index: int, moved: Floats, plain: Floats) -> tuple[Floats, Floats]:
-            step, half, inverse = steps[index], halves[index], inverses[index]
-            exact = plain * inverse - half
-            nearest = np.rint(moved * inverse - half)
-            codes = np.clip(nearest, np.floor(exact), np.ceil(exact)).clip(0, limit)
-            return codes, step * (codes + half)
-
-        codes = _sweep(rows, how, choose)
+        codes = self._round_keys(rows, grid, feedback)
         steps_stored = np.where(is_sound, e5m3.nearest(grid.step), e5m3.NAN).astype(np.uint8)
         zeros_stored = grid.zero.astype(np.int8).view(np.uint8)
         packed = np.concatenate((steps_stored, zeros_stored, pack(codes, self.bits)), axis=-1)
         return packed, num_held
+
+    def _round_keys(self, rows: Floats, grid: _KeyGrid, feedback: Floats | None) -> Bytes:
+        """Return the codes of (N, positions, D) rows."""
+        limit = 2**self.bits - 1
+        step, half = grid.step[:, None], grid.zero[:, None] * _HALF
+        exact = rows * _inverse(step) - half
+        if feedback is None:
+            return np.rint(exact).clip(0, limit).astype(np.uint8)
+        lowest, highest = np.floor(exact).clip(0, limit), np.ceil(exact).clip(0, limit)
+        feedback = feedback.reshape(-1, *feedback.shape[-2:])
+        # Channels first: what one of them moves lies together.
+        rows, exact, lowest, highest = (
+            np.ascontiguousarray(np.moveaxis(x, -1, 0)) for x in (rows, exact, lowest, highest)
+        )
+        step, half, inverse = (np.moveaxis(x, -1, 0) for x in (step, half, _inverse(step)))
+        shares = np.ascontiguousarray(np.moveaxis(feedback, 0, -1))[..., None]  # (D, D, N, 1)
+        moved, codes = rows.copy(), np.empty_like(rows)
+        for channel in range(len(rows)):
+            nearest = np.rint(moved[channel] * inverse[channel] - half[channel])
+            codes[channel] = nearest.clip(lowest[channel], highest[channel])
+            error = step[channel] * (codes[channel] + half[channel]) - rows[channel]
+            moved[channel + 1 :] -= shares[channel, channel + 1 :] * error
+        return np.moveaxis(codes, 0, -1).astype(np.uint8)
 
     def _choose_grid(self, rows: Floats) -> _KeyGrid:
         """Return the steps and zero points for (N, positions, D) rows."""
@@ -249,22 +261,14 @@ class RotatedCodec:
             )
         return best
 
-    def _encode_values(self, turned: Floats, how: RowTransform) -> tuple[Bytes, int]:
+    def _encode_values(self, turned: Floats) -> tuple[Bytes, int]:
         """Return the V part of (L, K, 64, D) turned rows as (L * K, bytes), and how many components it holds."""
         rows = turned.reshape(-1, SPAN, turned.shape[-1])
         is_sound = np.asarray(np.isfinite(rows).all(axis=-1))
         rows, num_held = _held(rows, is_sound[..., None], self.reach_of_values)
-        scales = self._choose_scales(rows)
-        inverses, levels = _inverse(scales), LEVELS[self.bits]
+        scales, levels = self._choose_scales(rows), LEVELS[self.bits]
         midpoints = (levels[1:] + levels[:-1]) / 2
-
-        def choose(index: int, moved: Floats, plain: Floats) -> tuple[NDArray[np.intp], Floats]:  # noqa: ARG001
-            above = np.searchsorted(levels, plain * inverses)
-            codes = np.searchsorted(midpoints, moved * inverses).clip(above - 1, above)
-            codes = codes.clip(0, len(levels) - 1)
-            return codes, scales * levels[codes]
-
-        codes = _sweep(rows, how, choose)
+        codes = np.searchsorted(midpoints, rows * _inverse(scales)[..., None])
         codes = np.where(is_sound[..., None], codes, 0).astype(np.uint8)
         packed = pack(np.swapaxes(codes, -1, -2), self.bits)
         stored = np.where(is_sound, e5m3.nearest(scales), e5m3.NAN).astype(np.uint8)
@@ -310,47 +314,6 @@ def _positions(spans: Floats) -> Floats:
     """Return (L, P / 64, K, 64, D) as (L, K, P, D)."""
     rows = np.swapaxes(spans, 1, 2)
     return rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
-
-
-def _sweep(
-    rows: Floats,
-    how: RowTransform,
-    choose: Callable[[int, Floats, Floats], tuple[NDArray[Any], Floats]],
-) -> Bytes:
-    """Return the codes of (N, positions, D) rows, chosen channel by channel.
-
-    Args:
-        rows: What is to be coded.
-        how: The order of the channels, and what the error of one does to the next.
-        choose: From how many channels came before, the channel with their errors fed back and the channel as it is,
-            both (N, positions): its codes and what they stand for.
-    """
-    plain = _in_order(rows, how)
-    moved = plain.copy()
-    codes = np.empty(plain.shape, np.uint8)
-    feedback = None if how.feedback is None else _pairs(how.feedback)
-    for index in range(len(plain)):
-        codes[index], stored = choose(index, moved[index], plain[index])
-        if feedback is not None:
-            error = moved[index] - stored
-            moved[index + 1 :] -= feedback[index, index + 1 :, :, None] * error
-    result = np.empty(rows.shape, np.uint8)
-    order = how.order.reshape(-1, 1, rows.shape[-1]).astype(np.intp)
-    np.put_along_axis(result, np.broadcast_to(order, rows.shape), np.moveaxis(codes, 0, -1), -1)
-    return result
-
-
-def _in_order(channels: Floats, how: RowTransform) -> Floats:
-    """Return (N, D) or (N, positions, D) as (D, N, 1 or positions): what a step touches lies together."""
-    rows = channels if channels.ndim == 3 else channels[:, None]
-    order = how.order.reshape(-1, 1, rows.shape[-1]).astype(np.intp)
-    return np.ascontiguousarray(np.moveaxis(np.take_along_axis(rows, order, axis=-1), -1, 0))
-
-
-def _pairs(feedback: Floats) -> Floats:
-    """Return (L, K, D, D) as (D, D, N)."""
-    head_dim = feedback.shape[-1]
-    return np.ascontiguousarray(np.moveaxis(feedback.reshape(-1, head_dim, head_dim), 0, -1))
 
 
 def _inverse(x: Floats) -> Floats:

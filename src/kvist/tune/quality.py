@@ -43,8 +43,8 @@ SINK_CODEC = "int8"
 """Of the block that begins a sequence, beside int4 and int3."""
 
 if TYPE_CHECKING:
-    Emulation = Callable[[Rows], "Emulated"]
-    """What a codec makes of a block."""
+    Emulation = Callable[[Rows, int], "Emulated"]
+    """What a codec makes of a block that starts at a position."""
 
 
 class Emulated(NamedTuple):
@@ -241,7 +241,7 @@ def score_window(
         for name, table, row in zip(emulated, tables[1:], logits[1:], strict=True):
             scores[name] += compare(reference, row[: len(targets)].log_softmax(-1), targets)
             how = through[name] if index else sink[name]
-            scores[name] += Score(num_held=_replace(shared, table[index], how))
+            scores[name] += Score(num_held=_replace(shared, table, index, how))
         for name, arena in own.items():
             row = computer.logits(start, chunk, tables[:1], arena)[0]
             scores[name] += compare(reference, row[: len(targets)].log_softmax(-1), targets)
@@ -281,12 +281,14 @@ def _sink(codec: str, transforms: KVTransforms) -> Emulation:
     return emulation(SINK_CODEC if codec in ROTATED_CODECS else codec, transforms)
 
 
-def _through_spans(codec: RotatedCodec, transforms: KVTransforms, rows: Rows) -> Emulated:
-    encoded = codec.encode(rows, transforms)
+def _through_spans(
+    codec: RotatedCodec, transforms: KVTransforms, rows: Rows, start: int
+) -> Emulated:
+    encoded = codec.encode(rows, transforms, start)
     return Emulated(codec.decode(encoded.records, transforms), encoded.num_held)
 
 
-def _through_rows(codec: KVCodec, rows: Rows) -> Emulated:
+def _through_rows(codec: KVCodec, rows: Rows, start: int) -> Emulated:  # noqa: ARG001
     keys, values = (torch.from_numpy(x) for x in rows)
     stored = codec.encode(turn(keys) if codec.turns_keys else keys)
     keys = codec.decode(stored)
@@ -294,14 +296,14 @@ def _through_rows(codec: KVCodec, rows: Rows) -> Emulated:
     return Emulated(Rows(keys.numpy(), codec.decode(codec.encode(values)).numpy()))
 
 
-def _replace(arena: BlockArena, block_id: int, through: Emulation) -> int:
-    """Put what a codec gives back in the place of a block; return how many values it held."""
-    layers = [arena.layer(index)[block_id] for index in range(arena.kv_spec.num_layers)]
+def _replace(arena: BlockArena, table: Sequence[int], index: int, through: Emulation) -> int:
+    """Put what a codec gives back in the place of a sequence's block; return how many values it held."""
+    layers = [arena.layer(layer)[table[index]] for layer in range(arena.kv_spec.num_layers)]
     stored = torch.stack(layers).float()
-    emulated = through(Rows(stored[:, 0].numpy(), stored[:, 1].numpy()))
-    for index, layer in enumerate(layers):
-        layer[0].copy_(torch.from_numpy(emulated.rows.keys[index]))
-        layer[1].copy_(torch.from_numpy(emulated.rows.values[index]))
+    emulated = through(Rows(stored[:, 0].numpy(), stored[:, 1].numpy()), index * SPAN)
+    for layer, keys, values in zip(layers, *emulated.rows, strict=True):
+        layer[0].copy_(torch.from_numpy(keys))
+        layer[1].copy_(torch.from_numpy(values))
     return emulated.num_held
 
 

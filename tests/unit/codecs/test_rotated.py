@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvist.codecs import e5m3
 from kvist.codecs.rotated import INT3, INT4, LEVELS, SPAN, RotatedCodec, Rows
-from kvist.codecs.transforms import KVTransforms, from_statistics, uncalibrated
+from kvist.codecs.transforms import KeyMetric, KVTransforms, from_statistics, uncalibrated
 from kvist.kernels.rotation import rotation
 from kvist.spec import SPAN_CODEC_BITS, SPAN_TOKENS, span_record_bytes
 
@@ -34,6 +35,10 @@ def transforms_for(head_dim: int, shape: tuple[int, int] = (1, 1), seed: int = 3
         mean=generator.normal(size=(*shape, head_dim)).astype(np.float32),
         keys=from_statistics(gram(3 * head_dim), gram(3 * head_dim)),
         values=from_statistics(gram(3 * head_dim), gram(3 * head_dim)),
+        key_metric=KeyMetric(
+            metric=gram(3 * head_dim).astype(np.float32),
+            frequencies=generator.uniform(size=(shape[0], head_dim // 2)),
+        ),
     )
 
 
@@ -247,12 +252,13 @@ def test_a_block_is_the_spans_of_a_layer_side_by_side(codec: RotatedCodec) -> No
     assert records.shape == (2, 2, 3, codec.record_bytes(32))
     for span in range(2):
         one = Rows(*(x[:, :, span * SPAN : (span + 1) * SPAN] for x in rows))
-        assert np.array_equal(records[:, span], encoded(codec, one, transforms)[:, 0])
+        alone = codec.encode(one, transforms, span * SPAN).records
+        assert np.array_equal(records[:, span], alone[:, 0])
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=IDS)
 def test_feedback_lowers_what_the_queries_see(codec: RotatedCodec) -> None:
-    """The reason for it: the error of scores and outputs, not that of values."""
+    """The reason for it: the error of scores, not that of keys. The balance alone is half of the way."""
     shape, head_dim = (2, 2), 64
     generator = np.random.default_rng(5)
     mixing = generator.normal(size=(*shape, head_dim, head_dim)) / 8
@@ -260,26 +266,35 @@ def test_feedback_lowers_what_the_queries_see(codec: RotatedCodec) -> None:
     importance = np.swapaxes(queries, -1, -2) @ queries / 400
     rows = generator.normal(size=(*shape, 4 * SPAN, head_dim)) @ mixing
     covariance = np.swapaxes(rows, -1, -2) @ rows / (4 * SPAN)
-    how = from_statistics(importance, covariance)
-    with_feedback = KVTransforms(
-        fingerprint="x",
-        text="y",
-        mean=np.zeros((*shape, head_dim), np.float32),
-        keys=how,
-        values=how,
+    plain = uncalibrated(*shape, head_dim)
+    metric = KeyMetric(
+        metric=importance.astype(np.float32),
+        frequencies=np.tile(0.1 * np.arange(1, 33) ** -0.5, (2, 1)),
     )
-    without = uncalibrated(*shape, head_dim)
-    span = Rows(*(rows[:, :, i * SPAN : (i + 1) * SPAN].astype(np.float32) for i in range(2)))
+    balanced = replace(plain, keys=from_statistics(importance, covariance))
+    keys = rows[:, :, :SPAN].astype(np.float32)
+    start = 3 * SPAN
 
-    def loss(transforms: KVTransforms) -> np.ndarray:
-        decoded = codec.decode(encoded(codec, span, transforms), transforms)
-        errors = [
-            np.matmul(x - y, np.swapaxes(queries, -1, -2))
-            for x, y in zip(decoded, span, strict=True)
-        ]
-        return np.array([np.square(error).mean() for error in errors])
+    def loss(transforms: KVTransforms, at: int) -> float:
+        records, _ = codec.encode(Rows(keys, keys), transforms, at)
+        errors = codec.decode(records, transforms).keys - keys
+        # Queries that stand where the span is.
+        cost = errors @ metric.at(start) @ np.swapaxes(errors, -1, -2)
+        return float(np.trace(cost, axis1=-2, axis2=-1).mean())
 
-    assert (loss(with_feedback) < 0.5 * loss(without)).all()
+    with_feedback = replace(balanced, key_metric=metric)
+    assert loss(with_feedback, start) < 0.4 * loss(balanced, start)
+    assert loss(with_feedback, start) < 0.4 * loss(with_feedback, 0), "elsewhere it is another one"
+    assert codec.encode(Rows(keys, keys), balanced, 0).num_held == 0
+
+
+def test_each_span_of_a_block_has_the_feedback_of_its_own_position() -> None:
+    transforms = transforms_for(32)
+    rows = rows_of(32, num_tokens=2 * SPAN)
+    records = INT3.encode(rows, transforms, SPAN).records
+    second = Rows(*(x[:, :, SPAN:] for x in rows))
+    assert np.array_equal(records[:, 1], INT3.encode(second, transforms, 2 * SPAN).records[:, 0])
+    assert not np.array_equal(records[:, 1], INT3.encode(second, transforms, SPAN).records[:, 0])
 
 
 def test_levels_are_a_quantiser_of_a_normal_distribution() -> None:

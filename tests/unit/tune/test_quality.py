@@ -111,7 +111,7 @@ def test_native_kernels_hold_int8_from_the_first_token(
 def test_values_that_a_codec_holds_are_counted(
     decoder: Decoder, transforms: KVTransforms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quality, "emulation", lambda *_: lambda rows: Emulated(rows, 2))
+    monkeypatch.setattr(quality, "emulation", lambda *_: lambda rows, _: Emulated(rows, 2))
     score = scored(TorchComputer(decoder), transforms, ["int4"])["int4"]
     assert score.num_held == 4 * 2
     assert score.kl == 0.0
@@ -120,14 +120,16 @@ def test_values_that_a_codec_holds_are_counted(
 def test_the_block_that_begins_a_sequence_is_in_int8(
     decoder: Decoder, transforms: KVTransforms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
+    asked: list[tuple[str, int]] = []
 
     def emulation(codec: str, _: KVTransforms) -> Any:
-        return lambda rows: asked.append(codec) or Emulated(rows)
+        return lambda rows, start: asked.append((codec, start)) or Emulated(rows)
 
     monkeypatch.setattr(quality, "emulation", emulation)
     scored(TorchComputer(decoder), transforms, ["int3", "raw16"], TOKENS[: 3 * SPAN])
-    assert asked == ["int8", "raw16", "int3", "raw16", "int3", "raw16"]
+    assert asked == [
+        ("int8", 0), ("raw16", 0), ("int3", 64), ("raw16", 64), ("int3", 128), ("raw16", 128)
+    ]  # fmt: skip
 
 
 def test_emulation_is_the_codec(transforms: KVTransforms, decoder: Decoder) -> None:
@@ -137,7 +139,7 @@ def test_emulation_is_the_codec(transforms: KVTransforms, decoder: Decoder) -> N
     rows = Rows(*(generator.normal(size=size).astype(np.float32) for _ in range(2)))
     for codec in (INT4, INT3):
         expected = codec.decode(codec.encode(rows, transforms).records, transforms)
-        received = emulation(codec.name, transforms)(rows)
+        received = emulation(codec.name, transforms)(rows, 0)
         assert np.array_equal(received.rows.keys, expected.keys)
         assert np.array_equal(received.rows.values, expected.values)
         assert received.num_held == 0
