@@ -28,7 +28,7 @@ from kvist.spec import KVSpec
 from kvist.storage.arena import BlockArena
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from kvist.codecs.base import KVCodec
     from kvist.codecs.transforms import KVTransforms
@@ -73,6 +73,15 @@ class Score:
     squared_kl: float = 0.0
     num_held: int = 0
     """Values beyond the codec's reach, held to the nearest that it can say; counted by emulations."""
+    generated: int = 0
+    """Tokens that the model generated, the most probable one each time."""
+    generated_agreed: int = 0
+    """Of these, those before the first that it would not have generated with the codec."""
+    asked: int = 0
+    """Values that were to be retrieved by their keys."""
+    retrieved: int = 0
+    reference_retrieved: int = 0
+    """Without the codec."""
 
     def __add__(self, other: Score) -> Score:
         mine, others = asdict(self), asdict(other)
@@ -93,11 +102,11 @@ class Score:
 
     def summary(self) -> dict[str, float | int]:
         """Return the figures of a table; deltas are fractions, standard errors those of a mean over positions."""
-        n = self.positions
+        n = max(1, self.positions)
         difference = (self.nll - self.reference_nll) / n
         kl, agreement = self.kl / n, self.agreed / n
-        return {
-            "positions": n,
+        figures: dict[str, float | int] = {
+            "positions": self.positions,
             "perplexity": math.exp(self.nll / n),
             "perplexity_delta": math.expm1(difference),
             "perplexity_delta_se": _standard_error(difference, self.squared_difference, n),
@@ -107,6 +116,12 @@ class Score:
             "top1_agreement_se": math.sqrt(agreement * (1 - agreement) / n),
             "num_held": self.num_held,
         }
+        if self.generated:
+            figures["greedy_agreement"] = self.generated_agreed / self.generated
+        if self.asked:
+            figures["retrieval"] = self.retrieved / self.asked
+            figures["retrieval_reference"] = self.reference_retrieved / self.asked
+        return figures
 
 
 class Computer(Protocol):
@@ -218,35 +233,63 @@ def score_window(
     Args:
         computer: The model.
         transforms: Of the model, for the codecs that need them.
-        tokens: The text; a multiple of SPAN.
+        tokens: The text.
         codecs: Names.
         on_computed: Is told, now and then, how many more tokens are done in all codecs.
     """
+    scores = dict.fromkeys(codecs, Score())
+    for chunk in side_by_side(computer, transforms, tokens, codecs, on_computed):
+        targets = torch.tensor(tokens[chunk.start + 1 : chunk.start + 1 + SPAN])
+        rows = slice(len(targets))
+        scores[chunk.codec] += compare(chunk.reference[rows], chunk.logprobs[rows], targets)
+        scores[chunk.codec] += Score(num_held=chunk.num_held)
+    return scores
+
+
+class Chunk(NamedTuple):
+    """What comes after each of some tokens, with a codec and without."""
+
+    codec: str
+    start: int
+    """Position of the first of them."""
+    reference: torch.Tensor
+    """(tokens, V) log-probabilities without the codec."""
+    logprobs: torch.Tensor
+    """(tokens, V), with it."""
+    num_held: int
+
+
+def side_by_side(
+    computer: Computer,
+    transforms: KVTransforms,
+    tokens: Sequence[int],
+    codecs: Sequence[str],
+    on_computed: Callable[[int], None],
+) -> Iterator[Chunk]:
+    """Compute a text in each codec, SPAN tokens after SPAN tokens; see ``score_window``."""
     spec = computer.spec
     emulated = [name for name in codecs if name not in computer.readable]
     through = {name: emulation(name, transforms) for name in emulated}
     sink = {name: _sink(name, transforms) for name in emulated}
-    num_blocks = len(tokens) // SPAN
-    shared = _arena(spec, computer.reference, (1 + len(emulated)) * len(tokens))
-    own = {name: _arena(spec, name, len(tokens)) for name in codecs if name in computer.readable}
-    scores = dict.fromkeys(codecs, Score())
-    # Side by side, as sequences of one batch. The first one stays as it is.
+    num_blocks = -(-len(tokens) // SPAN)
+    shared = _arena(spec, computer.reference, (1 + len(emulated)) * num_blocks)
+    own = {name: _arena(spec, name, num_blocks) for name in codecs if name in computer.readable}
+    # As sequences of one batch. The first one stays as it is.
     tables = [range(i * num_blocks, (i + 1) * num_blocks) for i in range(1 + len(emulated))]
     for index in range(num_blocks):
         start = index * SPAN
         chunk = tuple(tokens[start : start + SPAN])
-        targets = torch.tensor(tokens[start + 1 : start + 1 + SPAN])
         logits = computer.logits(start, chunk, tables, shared)
-        reference = logits[0, : len(targets)].log_softmax(-1)
+        reference = logits[0].log_softmax(-1)
         for name, table, row in zip(emulated, tables[1:], logits[1:], strict=True):
-            scores[name] += compare(reference, row[: len(targets)].log_softmax(-1), targets)
-            how = through[name] if index else sink[name]
-            scores[name] += Score(num_held=_replace(shared, table, index, how))
+            num_held = 0
+            if len(chunk) == SPAN:
+                num_held = _replace(shared, table, index, through[name] if index else sink[name])
+            yield Chunk(name, start, reference, row.log_softmax(-1), num_held)
         for name, arena in own.items():
             row = computer.logits(start, chunk, tables[:1], arena)[0]
-            scores[name] += compare(reference, row[: len(targets)].log_softmax(-1), targets)
-        on_computed(SPAN)
-    return scores
+            yield Chunk(name, start, reference, row.log_softmax(-1), 0)
+        on_computed(len(chunk))
 
 
 def compare(reference: torch.Tensor, logprobs: torch.Tensor, targets: torch.Tensor) -> Score:
@@ -307,7 +350,7 @@ def _replace(arena: BlockArena, table: Sequence[int], index: int, through: Emula
     return emulated.num_held
 
 
-def _arena(spec: ModelSpec, codec: str, num_tokens: int) -> BlockArena:
+def _arena(spec: ModelSpec, codec: str, num_blocks: int) -> BlockArena:
     kv_spec = KVSpec(
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
@@ -315,7 +358,7 @@ def _arena(spec: ModelSpec, codec: str, num_tokens: int) -> BlockArena:
         block_size=SPAN,
         codec=codec,
     )
-    return BlockArena(kv_spec, kv_spec.num_blocks_for(num_tokens))
+    return BlockArena(kv_spec, num_blocks)
 
 
 def _standard_error(mean: float, sum_of_squares: float, count: int) -> float:
