@@ -73,6 +73,16 @@ def tune(  # noqa: PLR0913  # one per option
     retrieval_prompts: Annotated[
         int, typer.Option(help="how many prompts of --retrieval are asked")
     ] = 20,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            help="file to write for serve --kv-profile: the codec with the fewest bits within --max-loss",
+            show_default=False,
+        ),
+    ] = None,
+    max_loss: Annotated[
+        float, typer.Option(help="what the perplexity may rise by in a --profile: 0.01 is 1 %")
+    ] = 0.01,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="measure again what has been measured before")
     ] = False,
@@ -95,7 +105,9 @@ def tune(  # noqa: PLR0913  # one per option
     scored = _read(text, "--text")
     learnt = shipped if calibration_text is None else _read(calibration_text, "--calibration-text")
     ensure_available(config.model.model)
-    from kvist.tune.run import Measurement, measure  # noqa: PLC0415  # torch is slow to import
+    # torch is slow to import
+    from kvist.tune.profile import make_profile, save_profile  # noqa: PLC0415
+    from kvist.tune.run import Measurement, measure  # noqa: PLC0415
 
     measurement = Measurement(
         model=config.model,
@@ -113,6 +125,12 @@ def tune(  # noqa: PLR0913  # one per option
     with progress_bar() as on_progress:
         document = measure(measurement, on_progress)
     document = {"text": text.name, **document}
+    if profile is not None:
+        chosen = make_profile(document, max_loss)
+        save_profile(profile, chosen)
+        note(
+            f"{profile} recommends {chosen.kv_cache_dtype}: perplexity up by {max_loss:.2%} at most"
+        )
     if as_json:
         print_json(document)
     else:

@@ -104,6 +104,18 @@ class KVTransforms:
         """Whether they come from a model's own statistics."""
         return bool(self.fingerprint)
 
+    @property
+    def digest(self) -> str:
+        """Of all numbers that readers and encoders use."""
+        digest = blake3()
+        parts: list[NDArray[Any]] = [self.mean, self.keys.balance, self.values.balance]
+        if self.key_metric is not None:
+            parts += [self.key_metric.metric, self.key_metric.frequencies]
+        for part in parts:
+            digest.update(f"{part.dtype} {part.shape}".encode())
+            digest.update(np.ascontiguousarray(part).tobytes())
+        return str(digest.hexdigest())
+
     def turn_queries(self, queries: Floats) -> Floats:
         """Return the (L, K, ..., D) vectors whose product with a turned key is the query's with the key minus mean."""
         scaled = queries / _along(self.keys.balance, queries)

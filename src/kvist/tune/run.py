@@ -153,7 +153,7 @@ def measure(measurement: Measurement, on_progress: Progress) -> dict[str, Any]: 
         "tokens": text_digest((), [token for window in windows for token in window]),
         "window_tokens": measurement.window_tokens,
         "weights": [weights.plane, weights.kind, hardware.isa],
-        "calibration": [transforms.fingerprint, transforms.text],
+        "transforms": transforms.digest,
     }
     record = ScoreRecord(envvars.tune_folder(), setting)
     if measurement.is_fresh:
@@ -164,6 +164,8 @@ def measure(measurement: Measurement, on_progress: Progress) -> dict[str, Any]: 
     readable = NativeComputer.readable if weights.plane == "native" else ()
     return {
         "model": measurement.model.model,
+        "fingerprint": fingerprint,
+        "transforms": transforms.digest,
         "windows": measurement.windows,
         "positions": max(score.positions for score in totals.values()),
         "window_tokens": measurement.window_tokens,
