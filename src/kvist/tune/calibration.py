@@ -187,6 +187,8 @@ class _Statistics:
                 "[calibration] the model computed numbers that are not finite from this text; check the model, "
                 "or give another file as --calibration-text"
             )
+        # Symmetric to the last bit: a file has one half of it.
+        metric = (self._key_metric + np.swapaxes(self._key_metric, -1, -2)) / 2
         return KVTransforms(
             fingerprint=fingerprint,
             text=text,
@@ -196,7 +198,7 @@ class _Statistics:
             ),
             values=from_statistics(value_importance, self._value_square / self._num_values),
             key_metric=KeyMetric(
-                metric=(self._key_metric / self._num_keys).astype(np.float32),
+                metric=(metric / self._num_keys).astype(np.float32),
                 frequencies=self._frequencies,
             ),
         )
