@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from importlib import resources
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +28,7 @@ from kvist.config import EngineConfig
 from kvist.model import catalog
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 
 @takes_options
@@ -51,6 +54,35 @@ def tune(  # noqa: PLR0913  # one per option
     calibration: Annotated[
         bool, typer.Option(help="measure int4 and int3 calibrated, or as they are without it")
     ] = True,
+    generate: Annotated[
+        int | None,
+        typer.Option(
+            help="tokens that are generated after the first half of each piece and compared; 0: none; default: 200, or "
+            "as many as the second half has",
+            show_default=False,
+        ),
+    ] = None,
+    retrieval: Annotated[
+        Path | None,
+        typer.Option(
+            help="file of key-value prompts, JSON lines with ordered_kv_records, key and value (.gz too), cut to "
+            "--window-tokens",
+            show_default=False,
+        ),
+    ] = None,
+    retrieval_prompts: Annotated[
+        int, typer.Option(help="how many prompts of --retrieval are asked")
+    ] = 20,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            help="file to write for serve --kv-profile: the codec with the fewest bits within --max-loss",
+            show_default=False,
+        ),
+    ] = None,
+    max_loss: Annotated[
+        float, typer.Option(help="what the perplexity may rise by in a --profile: 0.01 is 1 %")
+    ] = 0.01,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="measure again what has been measured before")
     ] = False,
@@ -73,7 +105,9 @@ def tune(  # noqa: PLR0913  # one per option
     scored = _read(text, "--text")
     learnt = shipped if calibration_text is None else _read(calibration_text, "--calibration-text")
     ensure_available(config.model.model)
-    from kvist.tune.run import Measurement, measure  # noqa: PLC0415  # torch is slow to import
+    # torch is slow to import
+    from kvist.tune.profile import make_profile, save_profile  # noqa: PLC0415
+    from kvist.tune.run import Measurement, measure  # noqa: PLC0415
 
     measurement = Measurement(
         model=config.model,
@@ -83,11 +117,20 @@ def tune(  # noqa: PLR0913  # one per option
         windows=windows,
         window_tokens=window_tokens,
         calibration_text=learnt if calibration else None,
+        generated_tokens=min(200, window_tokens // 2) if generate is None else generate,
+        retrieval=() if retrieval is None else tuple(_read(retrieval, "--retrieval").splitlines()),
+        retrieval_prompts=retrieval_prompts,
         is_fresh=fresh,
     )
     with progress_bar() as on_progress:
         document = measure(measurement, on_progress)
     document = {"text": text.name, **document}
+    if profile is not None:
+        chosen = make_profile(document, max_loss)
+        save_profile(profile, chosen)
+        note(
+            f"{profile} recommends {chosen.kv_cache_dtype}: perplexity up by {max_loss:.2%} at most"
+        )
     if as_json:
         print_json(document)
     else:
@@ -96,32 +139,46 @@ def tune(  # noqa: PLR0913  # one per option
 
 def _read(path: Path, option: str) -> str:
     try:
+        if path.suffix == ".gz":
+            return gzip.decompress(path.read_bytes()).decode("utf-8")
         return path.read_text(encoding="utf-8")
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        fail(f"[tune] {option} cannot be unpacked: {error}")
     except UnicodeDecodeError as error:
         fail(f"[tune] {option} must be UTF-8 text: {error}")
 
 
+def _share(codec: Mapping[str, Any], figure: str) -> str:
+    return f"{codec[figure]:.1%}" if figure in codec else ""
+
+
 def _show(document: Mapping[str, Any]) -> None:  # Any: JSON values
+    columns: dict[str, Callable[[Mapping[str, Any]], str]] = {  # Any: JSON values
+        "codec": lambda codec: codec["name"],
+        "bits": lambda codec: f"{codec['bits_per_value']:.2f}",
+        "perplexity": lambda codec: f"{codec['perplexity_delta']:+.2%}",
+        "+-": lambda codec: f"{codec['perplexity_delta_se']:.2%}",
+        "KL": lambda codec: f"{codec['kl']:.5f}",
+        "same": lambda codec: f"{codec['top1_agreement']:.1%}",
+        "generated": lambda codec: _share(codec, "greedy_agreement"),
+        "found": lambda codec: _share(codec, "retrieval"),
+        "raw found": lambda codec: _share(codec, "retrieval_reference"),
+        "kernels": lambda codec: codec["kernels"],
+    }
+    rows = [[cell(codec) for cell in columns.values()] for codec in document["codecs"]]
     table = Table(
-        "codec", "bits per value", "perplexity", "+-", "KL divergence", "+-", "same token", "kernels",
         title=Text(f"{document['model']}, {document['text']}: {document['positions']:,} positions"),
-        title_justify="left", box=None,
-    )  # fmt: skip
-    for column in table.columns[1:-1]:
-        column.justify = "right"
-    for codec in document["codecs"]:
-        table.add_row(
-            codec["name"],
-            f"{codec['bits_per_value']:.2f}",
-            f"{codec['perplexity_delta']:+.2%}",
-            f"{codec['perplexity_delta_se']:.2%}",
-            f"{codec['kl']:.5f}",
-            f"{codec['kl_se']:.5f}",
-            f"{codec['top1_agreement']:.1%}",
-            codec["kernels"],
-        )
+        title_justify="left",
+        box=None,
+    )
+    is_used = [any(cells) for cells in zip(*rows, strict=True)]
+    for name in compress(columns, is_used):
+        table.add_column(name, justify="left" if name in {"codec", "kernels"} else "right")
+    for row in rows:
+        table.add_row(*compress(row, is_used))
     result_console().print(table)
     note(
-        f"against 16 bits, {document['weights']} weights; +- is one standard error; emulated: what the codec's "
-        "reference makes of complete blocks, the block being written stays as it is"
+        f"against 16 bits, {document['weights']} weights; +- is one standard error; same: most probable tokens that "
+        "are; generated: share of a continuation before it differs; found: values by their keys; emulated: what the "
+        "codec's reference makes of complete blocks, the block being written stays as it is"
     )

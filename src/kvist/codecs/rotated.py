@@ -13,23 +13,22 @@ A *span* is 64 consecutive positions of one layer and KV head. Its record, for b
     8 D b              V: codes, channels as lanes, positions as members
 
 K holds ``y = (k - mean) diag(balance) R``: component c is ``step[c] * (code + zero[c] / 2)``. V holds
-``y = v diag(balance) R``: position t is ``scale[t] * LEVELS[b][code]``. The key of a sequence's first position is far
-from all others and looked at by all queries: it is kept in bfloat16 beside the records, as it is (neither turned nor
-centred), and its codes are 0.
+``y = v diag(balance) R``: position t is ``scale[t] * LEVELS[b][code]``.
 
-A span is encoded when it is complete and never changes; positions of a span that is not complete stay in another codec.
-docs/formats/kv_block.md says how a kernel reads a record, and has a worked example.
+A block is encoded when it is complete and never changes; positions of one that is not complete stay in another codec.
+So does the block that begins a sequence: the key of the first position is far from all others and looked at by all
+queries. docs/formats/kv_block.md says how a kernel reads a record, and has a worked example.
 
 Numerics: float32. An encoder may choose any step, zero point and scale; codes are one of the two grid points around a
 value, or the nearest one beyond the grid's ends, so no component is off by more than ``error_bounds`` says. This one
-tries neighbouring steps and scales for the least squared error, then rounds channel by channel, each error moving the
-channels that follow (``transforms.error_feedback``).
+tries neighbouring steps and scales for the least squared error. Values are rounded to the nearest level; keys channel
+by channel, each error moving the channels that follow, where the transforms say how (``KVTransforms.feedback``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -38,11 +37,9 @@ from kvist.codecs.packing import pack, packed_bytes, unpack
 from kvist.spec import SPAN_CODEC_BITS, SPAN_TOKENS, span_record_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import NDArray
 
-    from kvist.codecs.transforms import KVTransforms, RowTransform
+    from kvist.codecs.transforms import KVTransforms
 
     Floats = NDArray[np.float32]
     Bytes = NDArray[np.uint8]
@@ -68,22 +65,22 @@ _SCALE_CANDIDATES = (-1, 0, 1, 2)
 _HALF = np.float32(0.5)
 
 
-class Span(NamedTuple):
-    """The bytes of a span, in all layers and KV heads."""
+class Encoded(NamedTuple):
+    """The bytes of a block."""
 
     records: Bytes
-    """(L, K, record_bytes)."""
-    first_keys: NDArray[np.uint16] | None
-    """(L, K, D) bfloat16 bits: the keys of the sequence's first position. None: the span does not begin a sequence."""
+    """(L, P / 64, K, record_bytes)."""
+    num_held: int
+    """Turned components that were beyond ``reach_of_keys`` or ``reach_of_values``."""
 
 
 class Rows(NamedTuple):
-    """K and V of a span, in all layers and KV heads."""
+    """K and V of a block, in all layers and KV heads; P positions, a multiple of 64."""
 
     keys: Floats
-    """(L, K, 64, D)."""
+    """(L, K, P, D)."""
     values: Floats
-    """(L, K, 64, D)."""
+    """(L, K, P, D)."""
 
 
 class _KeyGrid(NamedTuple):
@@ -91,6 +88,15 @@ class _KeyGrid(NamedTuple):
 
     step: Floats
     zero: Floats
+
+
+class _Held(NamedTuple):
+    """(N, positions, D) turned rows as they can be said."""
+
+    rows: Floats
+    """0 where a component is no number."""
+    num_held: int
+    """Finite components that were beyond reach."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,79 +113,83 @@ class RotatedCodec:
         return span_record_bytes(self.name, head_dim)
 
     def bits_per_value(self, head_dim: int) -> float:
-        """Return the bits stored per K or V value, metadata included, of a span that does not begin a sequence."""
+        """Return the bits stored per K or V value, metadata included."""
         return 8.0 * self.record_bytes(head_dim) / (2 * SPAN * head_dim)
 
-    def encode(self, rows: Rows, transforms: KVTransforms, *, begins_sequence: bool) -> Span | None:
-        """Return the bytes of a span.
+    @property
+    def reach_of_keys(self) -> float:
+        """What a turned component of K is held within: the largest step, half of the codes on either side of 0."""
+        return float(e5m3.LARGEST * ((1 << self.bits) - 1) / 2)
+
+    @property
+    def reach_of_values(self) -> float:
+        """What a turned component of V is held within: the largest scale times the last level."""
+        return e5m3.LARGEST * float(LEVELS[self.bits][-1])
+
+    def encode(self, rows: Rows, transforms: KVTransforms, start: int = 0) -> Encoded:
+        """Return the bytes of a block.
+
+        A channel of K over a span, or a position of V, with a component that is not finite reads as NaN. As rows are
+        turned first, a key that is not finite makes NaN of all keys of its span.
 
         Args:
             rows: K after RoPE, and V.
             transforms: Of the model, for the same layers, heads and dimensions.
-            begins_sequence: Whether the first position is the first of its sequence.
-
-        Returns:
-            None when there are none: a value is not finite, or beyond what steps and scales reach (about 4e4 times the
-            usual size of a calibrated model's values). Such a span stays as it is.
+            start: Position of the first row in its sequence. Makes a difference where transforms have a key metric, and
+                none to what may be read.
         """
-        first_keys = None
         with np.errstate(over="ignore", invalid="ignore"):
-            keys = transforms.keys.turn(rows.keys - transforms.mean[:, :, None])
-            values = transforms.values.turn(rows.values)
-            is_sound = bool(np.isfinite(keys).all() and np.isfinite(values).all())
-            if begins_sequence:
-                first_keys = to_bfloat16(rows.keys[:, :, 0])
-                is_sound &= bool(np.isfinite(from_bfloat16(first_keys)).all())
-        if not is_sound:
-            return None
-        key_bytes = self._encode_keys(keys, transforms.keys, int(begins_sequence))
-        value_bytes = self._encode_values(values, transforms.values)
-        if key_bytes is None or value_bytes is None:
-            return None
-        records = np.concatenate((key_bytes, value_bytes), axis=-1)
-        return Span(records.reshape(*keys.shape[:2], -1), first_keys)
+            keys = _spans(transforms.keys.turn(rows.keys - transforms.mean[:, :, None]))
+            values = _spans(transforms.values.turn(rows.values))
+        records, num_held = [], 0
+        for span in range(keys.shape[2]):
+            feedback = transforms.feedback(start + span * SPAN)
+            key_bytes, keys_held = self._encode_keys(keys[:, :, span], feedback)
+            value_bytes, values_held = self._encode_values(values[:, :, span])
+            record = np.concatenate((key_bytes, value_bytes), axis=-1)
+            records.append(record.reshape(*keys.shape[:2], -1))
+            num_held += keys_held + values_held
+        return Encoded(np.stack(records, axis=1), num_held)
 
-    def decode(self, span: Span, transforms: KVTransforms) -> Rows:
-        """Return what a span stands for."""
-        turned = self.decode_turned(span, transforms.mean.shape[-1])
+    def decode(self, records: Bytes, transforms: KVTransforms) -> Rows:
+        """Return what the (L, P / 64, K, record_bytes) records of a block stand for."""
+        turned = self.decode_turned(records, transforms.mean.shape[-1])
         keys = transforms.keys.turn_back(turned.keys) + transforms.mean[:, :, None]
-        if span.first_keys is not None:
-            keys[:, :, 0] = from_bfloat16(span.first_keys)
         return Rows(keys, transforms.values.turn_back(turned.values))
 
-    def decode_turned(self, span: Span, head_dim: int) -> Rows:
+    def decode_turned(self, records: Bytes, head_dim: int) -> Rows:
         """Return the numbers that the records hold: K and V in the turned basis, K without its mean."""
-        steps, zeros, key_codes, scales, value_codes = self._split(span.records, head_dim)
+        steps, zeros, key_codes, scales, value_codes = self._split(records, head_dim)
         codes = unpack(key_codes, SPAN, head_dim, self.bits).astype(np.float32)
         zero = zeros.view(np.int8).astype(np.float32)[..., None, :]
         keys = e5m3.VALUES[steps][..., None, :] * (codes + zero * _HALF)
         codes = np.swapaxes(unpack(value_codes, head_dim, SPAN, self.bits), -1, -2)
         values = e5m3.VALUES[scales][..., None] * LEVELS[self.bits][codes]
-        return Rows(keys, values)
+        return Rows(_positions(keys), _positions(values))
 
-    def error_bounds(self, rows: Rows, span: Span, transforms: KVTransforms) -> Rows:
+    def error_bounds(self, rows: Rows, records: Bytes, transforms: KVTransforms) -> Rows:
         """Return bounds, component by component in the turned basis, of what ``decode_turned`` is off by.
 
         A step of K, or the distance of the two levels of V around the value; beyond the ends of the grid, the distance
-        to its end. The first key of a sequence is not in the records: its bound is infinite.
+        to its end. Beyond reach, by as much more. NaN where the records say so.
         """
         head_dim = transforms.mean.shape[-1]
-        steps, zeros, _, scales, _ = self._split(span.records, head_dim)
+        steps, zeros, _, scales, _ = self._split(records, head_dim)
         step = e5m3.VALUES[steps][..., None, :]
         zero = zeros.view(np.int8).astype(np.float32)[..., None, :]
-        keys = transforms.keys.turn(rows.keys - transforms.mean[:, :, None])
+        turned = _by_record(transforms.keys.turn(rows.keys - transforms.mean[:, :, None]))
+        keys = turned.clip(-self.reach_of_keys, self.reach_of_keys)
         lowest, highest = step * (zero / 2), step * (2**self.bits - 1 + zero / 2)
         key_bounds = np.maximum(step, np.maximum(lowest - keys, keys - highest))
-        if span.first_keys is not None:
-            key_bounds[:, :, 0] = np.inf
+        key_bounds += np.abs(turned - keys)
         scale = e5m3.VALUES[scales][..., None]
-        values = transforms.values.turn(rows.values)
+        values = _by_record(transforms.values.turn(rows.values))
         levels = LEVELS[self.bits] * scale[..., None]
         above = np.clip((values[..., None] > levels).sum(axis=-1), 1, 2**self.bits - 1)[..., None]
         upper = np.take_along_axis(levels, above, axis=-1)[..., 0]
         lower = np.take_along_axis(levels, above - 1, axis=-1)[..., 0]
         value_bounds = np.maximum(upper - lower, np.maximum(lower - values, values - upper))
-        return Rows(key_bounds, value_bounds)
+        return Rows(_positions(key_bounds), _positions(value_bounds))
 
     def _split(self, records: Bytes, head_dim: int) -> list[Bytes]:
         """Return steps, zero points and codes of K, scales and codes of V: the last axis of records, in parts."""
@@ -187,33 +197,43 @@ class RotatedCodec:
         ends = np.cumsum([head_dim, head_dim, codes, SPAN])
         return np.split(records, ends, axis=-1)
 
-    def _encode_keys(self, turned: Floats, how: RowTransform, first: int) -> Bytes | None:
-        """Return the K part of (L, K, 64, D) turned rows as (L * K, bytes); None where a step is out of reach."""
-        head_dim = turned.shape[-1]
-        rows = turned.reshape(-1, SPAN, head_dim)
-        grid = self._choose_grid(rows[:, first:])
-        if grid is None:
-            return None
-        limit = 2**self.bits - 1
-        steps, halves, inverses = (
-            _in_order(x, how) for x in (grid.step, grid.zero * _HALF, _inverse(grid.step))
-        )
-
-        def choose(index: int, moved: Floats, plain: Floats) -> tuple[Floats, Floats]:
-            step, half, inverse = steps[index], halves[index], inverses[index]
-            exact = plain * inverse - half
-            nearest = np.rint(moved * inverse - half)
-            codes = np.clip(nearest, np.floor(exact), np.ceil(exact)).clip(0, limit)
-            return codes, step * (codes + half)
-
-        codes = _sweep(rows, how, choose)
-        codes[:, :first] = 0
-        steps_stored = e5m3.nearest(grid.step).astype(np.uint8)
+    def _encode_keys(self, turned: Floats, feedback: Floats | None) -> tuple[Bytes, int]:
+        """Return the K part of (L, K, 64, D) turned rows as (L * K, bytes), and how many components it holds."""
+        rows = turned.reshape(-1, SPAN, turned.shape[-1])
+        is_sound = np.asarray(np.isfinite(rows).all(axis=1))
+        rows, num_held = _held(rows, is_sound[:, None], self.reach_of_keys)
+        grid = self._choose_grid(rows)
+        codes = self._round_keys(rows, grid, feedback)
+        steps_stored = np.where(is_sound, e5m3.nearest(grid.step), e5m3.NAN).astype(np.uint8)
         zeros_stored = grid.zero.astype(np.int8).view(np.uint8)
-        return np.concatenate((steps_stored, zeros_stored, pack(codes, self.bits)), axis=-1)
+        packed = np.concatenate((steps_stored, zeros_stored, pack(codes, self.bits)), axis=-1)
+        return packed, num_held
 
-    def _choose_grid(self, rows: Floats) -> _KeyGrid | None:
-        """Return the steps and zero points for (N, positions, D) rows; None where a step is out of reach."""
+    def _round_keys(self, rows: Floats, grid: _KeyGrid, feedback: Floats | None) -> Bytes:
+        """Return the codes of (N, positions, D) rows."""
+        limit = 2**self.bits - 1
+        step, half = grid.step[:, None], grid.zero[:, None] * _HALF
+        exact = rows * _inverse(step) - half
+        if feedback is None:
+            return np.rint(exact).clip(0, limit).astype(np.uint8)
+        lowest, highest = np.floor(exact).clip(0, limit), np.ceil(exact).clip(0, limit)
+        feedback = feedback.reshape(-1, *feedback.shape[-2:])
+        # Channels first: what one of them moves lies together.
+        rows, exact, lowest, highest = (
+            np.ascontiguousarray(np.moveaxis(x, -1, 0)) for x in (rows, exact, lowest, highest)
+        )
+        step, half, inverse = (np.moveaxis(x, -1, 0) for x in (step, half, _inverse(step)))
+        shares = np.ascontiguousarray(np.moveaxis(feedback, 0, -1))[..., None]  # (D, D, N, 1)
+        moved, codes = rows.copy(), np.empty_like(rows)
+        for channel in range(len(rows)):
+            nearest = np.rint(moved[channel] * inverse[channel] - half[channel])
+            codes[channel] = nearest.clip(lowest[channel], highest[channel])
+            error = step[channel] * (codes[channel] + half[channel]) - rows[channel]
+            moved[channel + 1 :] -= shares[channel, channel + 1 :] * error
+        return np.moveaxis(codes, 0, -1).astype(np.uint8)
+
+    def _choose_grid(self, rows: Floats) -> _KeyGrid:
+        """Return the steps and zero points for (N, positions, D) rows."""
         limit = 2**self.bits - 1
         lowest, highest = rows.min(axis=1), rows.max(axis=1)
         middle = lowest / 2 + highest / 2
@@ -221,15 +241,13 @@ class RotatedCodec:
         for_range = (highest / 2 - lowest / 2) / (limit / 2)
         for_middle = 2 * np.abs(middle) / (127 - limit)
         needed = np.maximum(for_range, for_middle)
-        if (needed > e5m3.LARGEST).any():
-            return None
         nearest = e5m3.nearest(needed)
         best = _KeyGrid(np.zeros_like(middle), np.zeros_like(middle))
         least = np.full_like(middle, np.inf)
         is_far = (for_middle > for_range).any()
         candidates = _FAR_CANDIDATES if is_far else _STEP_CANDIDATES
         for candidate, shift in candidates:
-            step = e5m3.VALUES[np.clip(nearest + candidate, 0, 255)]
+            step = e5m3.VALUES[np.clip(nearest + candidate, 0, e5m3.NAN - 1)]
             inverse = _inverse(step)
             zero = np.rint(2 * middle * inverse - limit) + shift
             zero = np.where(step > 0, zero, 0).clip(-128, 127)
@@ -243,33 +261,24 @@ class RotatedCodec:
             )
         return best
 
-    def _encode_values(self, turned: Floats, how: RowTransform) -> Bytes | None:
-        """Return the V part of (L, K, 64, D) turned rows as (L * K, bytes); None where a scale is out of reach."""
-        head_dim = turned.shape[-1]
-        rows = turned.reshape(-1, SPAN, head_dim)
-        scales = self._choose_scales(rows)
-        if scales is None:
-            return None
-        inverses, levels = _inverse(scales), LEVELS[self.bits]
+    def _encode_values(self, turned: Floats) -> tuple[Bytes, int]:
+        """Return the V part of (L, K, 64, D) turned rows as (L * K, bytes), and how many components it holds."""
+        rows = turned.reshape(-1, SPAN, turned.shape[-1])
+        is_sound = np.asarray(np.isfinite(rows).all(axis=-1))
+        rows, num_held = _held(rows, is_sound[..., None], self.reach_of_values)
+        scales, levels = self._choose_scales(rows), LEVELS[self.bits]
         midpoints = (levels[1:] + levels[:-1]) / 2
-
-        def choose(index: int, moved: Floats, plain: Floats) -> tuple[NDArray[np.intp], Floats]:  # noqa: ARG001
-            above = np.searchsorted(levels, plain * inverses)
-            codes = np.searchsorted(midpoints, moved * inverses).clip(above - 1, above)
-            codes = codes.clip(0, len(levels) - 1)
-            return codes, scales * levels[codes]
-
-        codes = _sweep(rows, how, choose)
+        codes = np.searchsorted(midpoints, rows * _inverse(scales)[..., None])
+        codes = np.where(is_sound[..., None], codes, 0).astype(np.uint8)
         packed = pack(np.swapaxes(codes, -1, -2), self.bits)
-        return np.concatenate((e5m3.nearest(scales).astype(np.uint8), packed), axis=-1)
+        stored = np.where(is_sound, e5m3.nearest(scales), e5m3.NAN).astype(np.uint8)
+        return np.concatenate((stored, packed), axis=-1), num_held
 
-    def _choose_scales(self, rows: Floats) -> Floats | None:
-        """Return the (N, positions) scales for (N, positions, D) rows; None where one is out of reach."""
+    def _choose_scales(self, rows: Floats) -> Floats:
+        """Return the (N, positions) scales for (N, positions, D) rows."""
         levels = LEVELS[self.bits]
         midpoints = (levels[1:] + levels[:-1]) / 2
         largest = np.abs(rows).max(axis=-1)
-        if (largest / levels[-1] > e5m3.LARGEST).any():
-            return None
         deviation = np.sqrt(np.square(rows).mean(axis=-1))
         nearest = e5m3.nearest(deviation / _DEVIATION[self.bits])
         # Where one component stands out from all others: scales at which the last level reaches it, or half of it.
@@ -278,7 +287,7 @@ class RotatedCodec:
         best: Floats = np.zeros_like(deviation)
         least = np.full_like(deviation, np.inf)
         for candidate in candidates:
-            scale = e5m3.VALUES[np.clip(candidate, 0, 255)]
+            scale = e5m3.VALUES[np.clip(candidate, 0, e5m3.NAN - 1)]
             codes = np.searchsorted(midpoints, rows * _inverse(scale)[..., None])
             error = np.square(scale[..., None] * levels[codes] - rows).sum(axis=-1)
             best = np.where(error < least, scale, best)
@@ -286,57 +295,25 @@ class RotatedCodec:
         return best
 
 
-def to_bfloat16(values: Floats) -> NDArray[np.uint16]:
-    """Return the bits of values rounded to bfloat16, to nearest, ties to even; what is not finite gives infinity."""
-    bits = np.where(np.isfinite(values), values, np.inf).astype(np.float32).view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return rounded.astype(np.uint16)
+def _held(rows: Floats, is_sound: NDArray[np.bool_], reach: float) -> _Held:
+    rows = np.where(is_sound, rows, np.float32(0))
+    return _Held(rows.clip(-reach, reach), int((np.abs(rows) > reach).sum()))
 
 
-def from_bfloat16(bits: NDArray[np.uint16]) -> Floats:
-    """Return the float32 values of bfloat16 bits."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
+def _spans(rows: Floats) -> Floats:
+    """Return (L, K, P, D) as (L, K, P / 64, 64, D)."""
+    return rows.reshape(*rows.shape[:2], -1, SPAN, rows.shape[-1])
 
 
-def _sweep(
-    rows: Floats,
-    how: RowTransform,
-    choose: Callable[[int, Floats, Floats], tuple[NDArray[Any], Floats]],
-) -> Bytes:
-    """Return the codes of (N, positions, D) rows, chosen channel by channel.
-
-    Args:
-        rows: What is to be coded.
-        how: The order of the channels, and what the error of one does to the next.
-        choose: From how many channels came before, the channel with their errors fed back and the channel as it is,
-            both (N, positions): its codes and what they stand for.
-    """
-    plain = _in_order(rows, how)
-    moved = plain.copy()
-    codes = np.empty(plain.shape, np.uint8)
-    feedback = None if how.feedback is None else _pairs(how.feedback)
-    for index in range(len(plain)):
-        codes[index], stored = choose(index, moved[index], plain[index])
-        if feedback is not None:
-            error = moved[index] - stored
-            moved[index + 1 :] -= feedback[index, index + 1 :, :, None] * error
-    result = np.empty(rows.shape, np.uint8)
-    order = how.order.reshape(-1, 1, rows.shape[-1]).astype(np.intp)
-    np.put_along_axis(result, np.broadcast_to(order, rows.shape), np.moveaxis(codes, 0, -1), -1)
-    return result
+def _by_record(rows: Floats) -> Floats:
+    """Return (L, K, P, D) as (L, P / 64, K, 64, D), the order of records."""
+    return np.swapaxes(_spans(rows), 1, 2)
 
 
-def _in_order(channels: Floats, how: RowTransform) -> Floats:
-    """Return (N, D) or (N, positions, D) as (D, N, 1 or positions): what a step touches lies together."""
-    rows = channels if channels.ndim == 3 else channels[:, None]
-    order = how.order.reshape(-1, 1, rows.shape[-1]).astype(np.intp)
-    return np.ascontiguousarray(np.moveaxis(np.take_along_axis(rows, order, axis=-1), -1, 0))
-
-
-def _pairs(feedback: Floats) -> Floats:
-    """Return (L, K, D, D) as (D, D, N)."""
-    head_dim = feedback.shape[-1]
-    return np.ascontiguousarray(np.moveaxis(feedback.reshape(-1, head_dim, head_dim), 0, -1))
+def _positions(spans: Floats) -> Floats:
+    """Return (L, P / 64, K, 64, D) as (L, K, P, D)."""
+    rows = np.swapaxes(spans, 1, 2)
+    return rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
 
 
 def _inverse(x: Floats) -> Floats:

@@ -3,6 +3,11 @@
 Responsible for the numbers, for turning rows there and back, for what follows from statistics (``from_statistics``) and
 for the file they are kept in. Where the statistics come from is not known here (``kvist.tune.calibration``).
 
+An encoder of K may also know what an error costs (``KeyMetric``), and round one channel so that it makes up for the
+errors of those before it (``KVTransforms.feedback``). Queries are turned by their positions (RoPE), so what they look
+at most depends on where they are; seen from the span that they look at it does not. So the metric is kept turned back
+to the start of the span, and turned to wherever a span is.
+
 A row x of K or V becomes ``y = (x - mean) diag(balance) R``. R is the same orthonormal matrix everywhere
 (``kvist.kernels.rotation``). ``balance`` makes channels alike that the
 model looks at with unlike care. V has no mean: subtracting one costs more than it gives (measured).
@@ -35,7 +40,7 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float32]
 
 FORMAT = "kvist-kv-transforms"
-VERSION = 1
+VERSION = 2
 DAMPING = 0.01
 """Share of its mean diagonal that a metric gets added before it is inverted."""
 FLOOR = 1e-4
@@ -46,15 +51,10 @@ MAX_FILE_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowTransform:
-    """How rows of K, or of V, are turned and rounded, in all layers and KV heads."""
+    """How rows of K, or of V, are turned, in all layers and KV heads."""
 
     balance: Floats
     """(L, K, D) > 0, a factor for each channel."""
-    order: NDArray[np.int16]
-    """(L, K, D) the turned channels in the order in which an encoder rounds them."""
-    feedback: Floats | None
-    """(L, K, D, D) strictly upper triangular: what the error of the i-th channel rounded takes from the j-th, both
-    counted in ``order``. None: each channel is rounded by itself. For encoders only."""
 
     def turn(self, rows: Floats) -> Floats:
         """Return (L, K, ..., D) rows times diag(balance) R."""
@@ -69,6 +69,22 @@ class RowTransform:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KeyMetric:
+    """What an error of a key costs, in all layers and KV heads: ``e metric e^T``."""
+
+    metric: Floats
+    """(L, K, D, D) symmetric, positive semidefinite: the mean of ``w q^T q`` over queries q that look at a span, turned
+    back by the position of its start, w what they give to it."""
+    frequencies: NDArray[np.float64]
+    """(L, D / 2) by how much a position turns a pair of channels (c, c + D / 2), in radians; 0 where it does not."""
+
+    def at(self, start: int) -> NDArray[np.float64]:
+        """Return the (L, K, D, D) metric of a span that starts at the given position."""
+        angles = start * self.frequencies[:, None]
+        return turned_metric(self.metric.astype(np.float64), angles)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KVTransforms:
     """The transforms of one model."""
 
@@ -80,11 +96,25 @@ class KVTransforms:
     """(L, K, D) subtracted from K, which is taken after RoPE."""
     keys: RowTransform
     values: RowTransform
+    key_metric: KeyMetric | None
+    """For encoders; None: each channel is rounded by itself."""
 
     @property
     def is_calibrated(self) -> bool:
         """Whether they come from a model's own statistics."""
         return bool(self.fingerprint)
+
+    @property
+    def digest(self) -> str:
+        """Of all numbers that readers and encoders use."""
+        digest = blake3()
+        parts: list[NDArray[Any]] = [self.mean, self.keys.balance, self.values.balance]
+        if self.key_metric is not None:
+            parts += [self.key_metric.metric, self.key_metric.frequencies]
+        for part in parts:
+            digest.update(f"{part.dtype} {part.shape}".encode())
+            digest.update(np.ascontiguousarray(part).tobytes())
+        return str(digest.hexdigest())
 
     def turn_queries(self, queries: Floats) -> Floats:
         """Return the (L, K, ..., D) vectors whose product with a turned key is the query's with the key minus mean."""
@@ -92,14 +122,51 @@ class KVTransforms:
         turned: Floats = np.matmul(scaled, rotation(queries.shape[-1]))
         return turned
 
+    def feedback(self, start: int) -> Floats | None:
+        """Return what the error of one channel of a turned key takes from those after it.
+
+        Args:
+            start: Position at which the span starts.
+
+        Returns:
+            (L, K, D, D) strictly upper triangular: an error of e at channel i moves channel j by ``-e * result[i, j]``.
+            None: each channel is rounded by itself.
+        """
+        if self.key_metric is None:
+            return None
+        # e diag(1 / balance) is the error in the model's own basis, R orthonormal.
+        scaled = self.key_metric.at(start)
+        scaled /= self.keys.balance[..., :, None] * self.keys.balance[..., None, :]
+        matrix = rotation(scaled.shape[-1]).astype(np.float64)
+        return error_feedback(matrix.T @ scaled @ matrix).astype(np.float32)
+
+
+def turned_metric(metric: NDArray[np.float64], angles: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return what (..., D, D) sums of ``q^T q`` are when RoPE turns the queries.
+
+    Args:
+        metric: Symmetric.
+        angles: (..., D / 2) by how much each pair of channels (c, c + D / 2) is turned, in radians.
+    """
+    cos, sin = np.cos(angles)[..., None, :], np.sin(angles)[..., None, :]
+    turned = metric
+    for _ in range(2):  # its rows, then its columns
+        first, second = np.split(np.swapaxes(turned, -1, -2), 2, axis=-1)
+        turned = np.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
+    return turned
+
 
 def uncalibrated(num_layers: int, num_kv_heads: int, head_dim: int) -> KVTransforms:
     """Return transforms that fit any model of these sizes: the rotation alone."""
     shape = (num_layers, num_kv_heads, head_dim)
-    order = np.broadcast_to(np.arange(head_dim, dtype=np.int16), shape)
-    plain = RowTransform(balance=np.ones(shape, np.float32), order=order, feedback=None)
+    plain = RowTransform(balance=np.ones(shape, np.float32))
     return KVTransforms(
-        fingerprint="", text="", mean=np.zeros(shape, np.float32), keys=plain, values=plain
+        fingerprint="",
+        text="",
+        mean=np.zeros(shape, np.float32),
+        keys=plain,
+        values=plain,
+        key_metric=None,
     )
 
 
@@ -107,32 +174,22 @@ def from_statistics(importance: NDArray[Any], covariance: NDArray[Any]) -> RowTr
     """Return the transform for rows whose errors cost ``e importance e^T``.
 
     A channel's factor is the fourth root of its importance over its variance: rounding then costs every channel alike.
-    The feedback is that of Frantar et al. 2022, GPTQ, applied to a row instead of a weight.
 
     Args:
         importance: (L, K, D, D) symmetric, positive semidefinite: for K the mean of ``q^T q``, for V the sum of
             ``W^T W`` over the output projections of the head's group.
         covariance: (L, K, D, D) of the rows.
     """
-    head_dim = importance.shape[-1]
     balance = _balance(_diagonal(importance), _diagonal(covariance))
-    turn = balance[..., :, None] * rotation(head_dim).astype(np.float64)
-    inverse = np.linalg.inv(turn)
-    metric = inverse @ importance @ np.swapaxes(inverse, -1, -2)
-    spread = np.swapaxes(turn, -1, -2) @ covariance @ turn
-    order = np.argsort(-_diagonal(metric) * _diagonal(spread), axis=-1, kind="stable")
-    in_order = np.take_along_axis(metric, order[..., :, None], axis=-2)
-    in_order = np.take_along_axis(in_order, order[..., None, :], axis=-1)
-    return RowTransform(
-        balance=balance.astype(np.float32),
-        order=order.astype(np.int16),
-        # Rounded as the file does it, so that what is measured now is what is loaded later.
-        feedback=error_feedback(in_order).astype(np.float16).astype(np.float32),
-    )
+    return RowTransform(balance=balance.astype(np.float32))
 
 
 def error_feedback(metric: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return what rounding one component of a row takes from those after it, so that ``e metric e^T`` is small.
+
+    With ``metric = V V^T``, V upper triangular, ``e metric e^T`` is the sum of squares of ``e V``; component i of it
+    has the errors up to i in it, and e_i is chosen to make it 0. The same as the feedback of Frantar et al. 2022
+    (GPTQ), without an inverse.
 
     Args:
         metric: (..., D, D) symmetric, positive semidefinite; DAMPING of its mean diagonal is added.
@@ -143,9 +200,9 @@ def error_feedback(metric: NDArray[np.float64]) -> NDArray[np.float64]:
     identity = np.eye(metric.shape[-1])
     mean = _diagonal(metric).mean(axis=-1)[..., None, None]
     damped = metric + (DAMPING * mean + np.finfo(np.float32).tiny) * identity
-    inverse = np.linalg.inv(damped)
-    upper = np.swapaxes(np.linalg.cholesky((inverse + np.swapaxes(inverse, -1, -2)) / 2), -1, -2)
-    feedback: NDArray[np.float64] = upper / _diagonal(upper)[..., :, None] - identity
+    # Of the matrix with its components in reverse, the lower factor is the upper one wanted, in reverse.
+    upper = np.linalg.cholesky(damped[..., ::-1, ::-1])[..., ::-1, ::-1]
+    feedback: NDArray[np.float64] = upper / _diagonal(upper)[..., None, :] - identity
     return feedback
 
 
@@ -155,14 +212,15 @@ def save_transforms(path: Path, transforms: KVTransforms) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    assert transforms.is_calibrated
-    tensors: dict[str, NDArray[Any]] = {"mean": transforms.mean}
-    for name, rows in (("keys", transforms.keys), ("values", transforms.values)):
-        assert rows.feedback is not None
-        upper = np.triu_indices(rows.feedback.shape[-1], 1)
-        tensors[f"{name}.balance"] = rows.balance
-        tensors[f"{name}.order"] = rows.order
-        tensors[f"{name}.feedback"] = rows.feedback[..., *upper].astype(np.float16)
+    assert transforms.key_metric is not None
+    lower = np.tril_indices(transforms.key_metric.metric.shape[-1])
+    tensors: dict[str, NDArray[Any]] = {
+        "mean": transforms.mean,
+        "keys.balance": transforms.keys.balance,
+        "keys.metric": transforms.key_metric.metric[..., *lower],
+        "keys.frequencies": transforms.key_metric.frequencies,
+        "values.balance": transforms.values.balance,
+    }
     # The library writes the memory of an array, whatever its strides say.
     tensors = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     metadata = {
@@ -214,19 +272,20 @@ def load_transforms(path: Path, fingerprint: str) -> KVTransforms:
             fingerprint=fingerprint,
             text=metadata["text"],
             mean=tensors["mean"],
-            keys=_rows(tensors, "keys"),
-            values=_rows(tensors, "values"),
+            keys=RowTransform(balance=tensors["keys.balance"]),
+            values=RowTransform(balance=tensors["values.balance"]),
+            key_metric=_key_metric(tensors),
         )
     except (KeyError, ValueError) as error:
         raise _unusable(path, f"lacks {error}") from error
 
 
-def _rows(tensors: dict[str, NDArray[Any]], name: str) -> RowTransform:
-    balance, packed = tensors[f"{name}.balance"], tensors[f"{name}.feedback"]
-    head_dim = balance.shape[-1]
-    feedback = np.zeros((*balance.shape, head_dim), np.float32)
-    feedback[..., *np.triu_indices(head_dim, 1)] = packed
-    return RowTransform(balance=balance, order=tensors[f"{name}.order"], feedback=feedback)
+def _key_metric(tensors: dict[str, NDArray[Any]]) -> KeyMetric:
+    packed, head_dim = tensors["keys.metric"], tensors["mean"].shape[-1]
+    rows, columns = np.tril_indices(head_dim)
+    metric = np.empty((*packed.shape[:-1], head_dim, head_dim), np.float32)
+    metric[..., rows, columns] = metric[..., columns, rows] = packed
+    return KeyMetric(metric=metric, frequencies=tensors["keys.frequencies"])
 
 
 def _unusable(path: Path, why: str) -> ConfigError:

@@ -13,9 +13,10 @@ import torch
 from blake3 import blake3
 
 from kvist.codecs.rotated import SPAN
-from kvist.codecs.transforms import KVTransforms, from_statistics
+from kvist.codecs.transforms import KeyMetric, KVTransforms, from_statistics, turned_metric
 from kvist.errors import ConfigError
 from kvist.kernels.batch import AttentionBatch
+from kvist.model.rotary import frequencies_of
 from kvist.spec import KVSpec
 from kvist.storage.arena import BlockArena
 
@@ -29,7 +30,8 @@ TOKENS = 4096
 """Tokens that are read by default: with twice as many, or half, the divergence changes in the second digit only."""
 MIN_TOKENS = 512
 WINDOW = 1024
-"""Tokens that are computed as one text. Keys depend on their positions, but what is learnt from them does not."""
+"""Tokens that are computed as one text. Keys and queries depend on their positions; what is learnt from them does not,
+as the mean of keys and the balance of channels vary little with them, and the metric of keys is relative to a span."""
 
 
 def calibrate(
@@ -100,10 +102,12 @@ class _Statistics:
         self._group = spec.num_heads // spec.num_kv_heads
         self._num_layers = spec.num_layers
         self._num_queries = self._num_keys = self._num_values = 0
-        self._queries, self._key_spread, self._value_square = (
-            np.zeros((*shape, spec.head_dim)) for _ in range(3)
+        self._queries, self._key_spread, self._value_square, self._key_metric = (
+            np.zeros((*shape, spec.head_dim)) for _ in range(4)
         )
         self._key_sum = np.zeros(shape)
+        self._spec = spec
+        self._frequencies = _frequencies(spec)
 
     def see(
         self, layer_index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -118,6 +122,7 @@ class _Statistics:
         spans = [k[:, max(1, at) : at + SPAN] for at in range(0, num_tokens, SPAN)]
         self._queries[layer_index] += _square(q)
         self._value_square[layer_index] += _square(v)
+        self._key_metric[layer_index] += self._seen_from_spans(layer_index, queries, k)
         for span in spans:
             self._key_sum[layer_index] += span.double().sum(1).numpy()
             self._key_spread[layer_index] += _square(span - span.mean(1, keepdim=True))
@@ -126,6 +131,43 @@ class _Statistics:
             self._num_keys += num_tokens - 1
             self._num_values += num_tokens
 
+    def _seen_from_spans(
+        self, layer_index: int, queries: torch.Tensor, keys: torch.Tensor
+    ) -> np.ndarray:
+        """Return the (K, D, D) sum of ``w q^T q`` over spans and the queries after them, seen from the span's start.
+
+        w is the sum of squares of the attention that q gives to the positions of the span: an error of a score moves
+        the output by its share. Left out are the first span, which is not coded so, and the queries within the span,
+        for which it is the block being written.
+
+        Args:
+            layer_index: The layer.
+            queries: (T, H, D).
+            keys: (K, T, D) float32.
+        """
+        spec, layer = self._spec, self._spec.layers[layer_index]
+        num_kv_heads, num_tokens, head_dim = keys.shape
+        rows = queries.float().view(num_tokens, num_kv_heads, self._group, head_dim)
+        rows = rows.permute(1, 2, 0, 3)
+        at = torch.arange(num_tokens)
+        distance = at[:, None] - at
+        is_seen = (distance >= 0) & (distance < (layer.window or num_tokens))
+        result = np.zeros((num_kv_heads, head_dim, head_dim))
+        for head in range(num_kv_heads):
+            scores = rows[head] @ keys[head].T * spec.attention_scale
+            if spec.attention_softcap is not None:
+                scores = torch.tanh(scores / spec.attention_softcap) * spec.attention_softcap
+            weights = scores.masked_fill_(~is_seen, -torch.inf).softmax(-1).square_()
+            weights = weights.view(self._group, num_tokens, -1, SPAN).sum(-1)
+            for start in range(SPAN, num_tokens - SPAN, SPAN):
+                seen = rows[head, :, start + SPAN :].flatten(0, 1)
+                share = weights[:, start + SPAN :, start // SPAN].flatten()
+                product = (seen * share[:, None]).T @ seen
+                result[head] += turned_metric(
+                    product.double().numpy(), -start * self._frequencies[layer_index]
+                )
+        return result
+
     def transforms(self, value_importance: np.ndarray, fingerprint: str, text: str) -> KVTransforms:
         """Return what follows from all texts.
 
@@ -133,12 +175,20 @@ class _Statistics:
             ConfigError: A sum is not finite.
         """
         mean = self._key_sum / self._num_keys
-        sums = (self._queries, self._key_spread, self._value_square, value_importance)
+        sums = (
+            self._queries,
+            self._key_spread,
+            self._value_square,
+            self._key_metric,
+            value_importance,
+        )
         if not all(np.isfinite(x).all() for x in sums):
             raise ConfigError(
                 "[calibration] the model computed numbers that are not finite from this text; check the model, "
                 "or give another file as --calibration-text"
             )
+        # Symmetric to the last bit: a file has one half of it.
+        metric = (self._key_metric + np.swapaxes(self._key_metric, -1, -2)) / 2
         return KVTransforms(
             fingerprint=fingerprint,
             text=text,
@@ -147,7 +197,19 @@ class _Statistics:
                 self._queries / self._num_queries, self._key_spread / self._num_keys
             ),
             values=from_statistics(value_importance, self._value_square / self._num_values),
+            key_metric=KeyMetric(
+                metric=(metric / self._num_keys).astype(np.float32),
+                frequencies=self._frequencies,
+            ),
         )
+
+
+def _frequencies(spec: ModelSpec) -> np.ndarray:
+    """Return (L, D / 2): by how much a position turns each pair of channels, in radians."""
+    ropes = [frequencies_of(rope).double().numpy() for rope in spec.ropes]
+    still = np.zeros(spec.head_dim // 2)
+    layers = (layer.rope_index for layer in spec.layers)
+    return np.stack([still if index is None else ropes[index] for index in layers])
 
 
 def _square(rows: torch.Tensor) -> np.ndarray:

@@ -5,7 +5,8 @@ weights by the same kernels, side by side, and only K and V differ. Knows neithe
 
 A codec that the kernels read is measured as it runs: K and V are in it from the moment they are written, those of the
 query's own block as well. Any other codec is emulated: as soon as a block is complete, its K and V are replaced by what
-the codec's readable version makes of them, in all layers; the query's own block is as the reference has it.
+the codec's readable version makes of them, in all layers; the query's own block is as the reference has it. The block
+that begins a sequence goes through SINK_CODEC where the codec takes none (int4, int3).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -27,7 +28,7 @@ from kvist.spec import KVSpec
 from kvist.storage.arena import BlockArena
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from kvist.codecs.base import KVCodec
     from kvist.codecs.transforms import KVTransforms
@@ -38,14 +39,20 @@ if TYPE_CHECKING:
 ROTATED_CODECS: dict[str, RotatedCodec] = {codec.name: codec for codec in (INT4, INT3)}
 CODECS = ("raw16", "int8", *ROTATED_CODECS)
 """What can be measured."""
+SINK_CODEC = "int8"
+"""Of the block that begins a sequence, beside int4 and int3."""
+
+if TYPE_CHECKING:
+    Emulation = Callable[[Rows, int], "Emulated"]
+    """What a codec makes of a block that starts at a position."""
 
 
-class Emulation(Protocol):
-    """What a codec makes of a span."""
+class Emulated(NamedTuple):
+    """What comes back from a codec."""
 
-    def __call__(self, rows: Rows, *, begins_sequence: bool) -> Rows | None:
-        """Return what comes back from the codec; None: the span stays as it is."""
-        ...
+    rows: Rows
+    num_held: int = 0
+    """Values that were beyond its reach."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +71,17 @@ class Score:
     kl: float = 0.0
     """Divergence of the distribution with the codec from the one without; nats."""
     squared_kl: float = 0.0
-    raw_spans: int = 0
-    """Spans that the codec could not hold."""
+    num_held: int = 0
+    """Values beyond the codec's reach, held to the nearest that it can say; counted by emulations."""
+    generated: int = 0
+    """Tokens that the model generated, the most probable one each time."""
+    generated_agreed: int = 0
+    """Of these, those before the first that it would not have generated with the codec."""
+    asked: int = 0
+    """Values that were to be retrieved by their keys."""
+    retrieved: int = 0
+    reference_retrieved: int = 0
+    """Without the codec."""
 
     def __add__(self, other: Score) -> Score:
         mine, others = asdict(self), asdict(other)
@@ -86,11 +102,11 @@ class Score:
 
     def summary(self) -> dict[str, float | int]:
         """Return the figures of a table; deltas are fractions, standard errors those of a mean over positions."""
-        n = self.positions
+        n = max(1, self.positions)
         difference = (self.nll - self.reference_nll) / n
         kl, agreement = self.kl / n, self.agreed / n
-        return {
-            "positions": n,
+        figures: dict[str, float | int] = {
+            "positions": self.positions,
             "perplexity": math.exp(self.nll / n),
             "perplexity_delta": math.expm1(difference),
             "perplexity_delta_se": _standard_error(difference, self.squared_difference, n),
@@ -98,8 +114,14 @@ class Score:
             "kl_se": _standard_error(kl, self.squared_kl, n),
             "top1_agreement": agreement,
             "top1_agreement_se": math.sqrt(agreement * (1 - agreement) / n),
-            "raw_spans": self.raw_spans,
+            "num_held": self.num_held,
         }
+        if self.generated:
+            figures["greedy_agreement"] = self.generated_agreed / self.generated
+        if self.asked:
+            figures["retrieval"] = self.retrieved / self.asked
+            figures["retrieval_reference"] = self.reference_retrieved / self.asked
+        return figures
 
 
 class Computer(Protocol):
@@ -192,12 +214,11 @@ class NativeComputer:
         return torch.from_numpy(step.logits[:rows]).view(len(tables), len(chunk), -1)
 
 
-def bits_per_value(codec: str, head_dim: int, window: int) -> float:
-    """Return the bits of a K or V value of a sequence of ``window`` positions, whole spans, all metadata included."""
-    if codec not in ROTATED_CODECS:
-        return registry.get(codec).bits_per_value(head_dim)
-    # The first key of the sequence, 16 bits for each channel.
-    return ROTATED_CODECS[codec].bits_per_value(head_dim) + 16 / (2 * window)
+def bits_per_value(codec: str, head_dim: int) -> float:
+    """Return the bits of a K or V value in a codec, all metadata included."""
+    if codec in ROTATED_CODECS:
+        return ROTATED_CODECS[codec].bits_per_value(head_dim)
+    return registry.get(codec).bits_per_value(head_dim)
 
 
 def score_window(
@@ -212,34 +233,63 @@ def score_window(
     Args:
         computer: The model.
         transforms: Of the model, for the codecs that need them.
-        tokens: The text; a multiple of SPAN.
+        tokens: The text.
         codecs: Names.
         on_computed: Is told, now and then, how many more tokens are done in all codecs.
     """
+    scores = dict.fromkeys(codecs, Score())
+    for chunk in side_by_side(computer, transforms, tokens, codecs, on_computed):
+        targets = torch.tensor(tokens[chunk.start + 1 : chunk.start + 1 + SPAN])
+        rows = slice(len(targets))
+        scores[chunk.codec] += compare(chunk.reference[rows], chunk.logprobs[rows], targets)
+        scores[chunk.codec] += Score(num_held=chunk.num_held)
+    return scores
+
+
+class Chunk(NamedTuple):
+    """What comes after each of some tokens, with a codec and without."""
+
+    codec: str
+    start: int
+    """Position of the first of them."""
+    reference: torch.Tensor
+    """(tokens, V) log-probabilities without the codec."""
+    logprobs: torch.Tensor
+    """(tokens, V), with it."""
+    num_held: int
+
+
+def side_by_side(
+    computer: Computer,
+    transforms: KVTransforms,
+    tokens: Sequence[int],
+    codecs: Sequence[str],
+    on_computed: Callable[[int], None],
+) -> Iterator[Chunk]:
+    """Compute a text in each codec, SPAN tokens after SPAN tokens; see ``score_window``."""
     spec = computer.spec
     emulated = [name for name in codecs if name not in computer.readable]
     through = {name: emulation(name, transforms) for name in emulated}
-    num_blocks = len(tokens) // SPAN
-    shared = _arena(spec, computer.reference, (1 + len(emulated)) * len(tokens))
-    own = {name: _arena(spec, name, len(tokens)) for name in codecs if name in computer.readable}
-    scores = dict.fromkeys(codecs, Score())
-    # Side by side, as sequences of one batch. The first one stays as it is.
+    sink = {name: _sink(name, transforms) for name in emulated}
+    num_blocks = -(-len(tokens) // SPAN)
+    shared = _arena(spec, computer.reference, (1 + len(emulated)) * num_blocks)
+    own = {name: _arena(spec, name, num_blocks) for name in codecs if name in computer.readable}
+    # As sequences of one batch. The first one stays as it is.
     tables = [range(i * num_blocks, (i + 1) * num_blocks) for i in range(1 + len(emulated))]
     for index in range(num_blocks):
         start = index * SPAN
         chunk = tuple(tokens[start : start + SPAN])
-        targets = torch.tensor(tokens[start + 1 : start + 1 + SPAN])
         logits = computer.logits(start, chunk, tables, shared)
-        reference = logits[0, : len(targets)].log_softmax(-1)
+        reference = logits[0].log_softmax(-1)
         for name, table, row in zip(emulated, tables[1:], logits[1:], strict=True):
-            scores[name] += compare(reference, row[: len(targets)].log_softmax(-1), targets)
-            if not _replace(shared, table[index], through[name], begins_sequence=index == 0):
-                scores[name] += Score(raw_spans=1)
+            num_held = 0
+            if len(chunk) == SPAN:
+                num_held = _replace(shared, table, index, through[name] if index else sink[name])
+            yield Chunk(name, start, reference, row.log_softmax(-1), num_held)
         for name, arena in own.items():
             row = computer.logits(start, chunk, tables[:1], arena)[0]
-            scores[name] += compare(reference, row[: len(targets)].log_softmax(-1), targets)
-        on_computed(SPAN)
-    return scores
+            yield Chunk(name, start, reference, row.log_softmax(-1), 0)
+        on_computed(len(chunk))
 
 
 def compare(reference: torch.Tensor, logprobs: torch.Tensor, targets: torch.Tensor) -> Score:
@@ -259,49 +309,48 @@ def compare(reference: torch.Tensor, logprobs: torch.Tensor, targets: torch.Tens
 
 
 def emulation(codec: str, transforms: KVTransforms) -> Emulation:
-    """Return what a codec makes of a span.
+    """Return what a codec makes of a block.
 
     Raises:
         ConfigError: There is no such codec.
     """
     if codec in ROTATED_CODECS:
-        return partial(_through_span, ROTATED_CODECS[codec], transforms)
+        return partial(_through_spans, ROTATED_CODECS[codec], transforms)
     return partial(_through_rows, registry.get(codec))
 
 
-def _through_span(
-    codec: RotatedCodec, transforms: KVTransforms, rows: Rows, *, begins_sequence: bool
-) -> Rows | None:
-    span = codec.encode(rows, transforms, begins_sequence=begins_sequence)
-    return None if span is None else codec.decode(span, transforms)
+def _sink(codec: str, transforms: KVTransforms) -> Emulation:
+    """Return what becomes of a block that begins a sequence."""
+    return emulation(SINK_CODEC if codec in ROTATED_CODECS else codec, transforms)
 
 
-def _through_rows(codec: KVCodec, rows: Rows, *, begins_sequence: bool) -> Rows | None:  # noqa: ARG001
+def _through_spans(
+    codec: RotatedCodec, transforms: KVTransforms, rows: Rows, start: int
+) -> Emulated:
+    encoded = codec.encode(rows, transforms, start)
+    return Emulated(codec.decode(encoded.records, transforms), encoded.num_held)
+
+
+def _through_rows(codec: KVCodec, rows: Rows, start: int) -> Emulated:  # noqa: ARG001
     keys, values = (torch.from_numpy(x) for x in rows)
     stored = codec.encode(turn(keys) if codec.turns_keys else keys)
     keys = codec.decode(stored)
     keys = turn_back(keys) if codec.turns_keys else keys
-    return Rows(keys.numpy(), codec.decode(codec.encode(values)).numpy())
+    return Emulated(Rows(keys.numpy(), codec.decode(codec.encode(values)).numpy()))
 
 
-def _replace(
-    arena: BlockArena, block_id: int, through: Emulation, *, begins_sequence: bool
-) -> bool:
-    """Put what a codec gives back in the place of a block; False when it takes no such block."""
-    layers = [arena.layer(index)[block_id] for index in range(arena.kv_spec.num_layers)]
+def _replace(arena: BlockArena, table: Sequence[int], index: int, through: Emulation) -> int:
+    """Put what a codec gives back in the place of a sequence's block; return how many values it held."""
+    layers = [arena.layer(layer)[table[index]] for layer in range(arena.kv_spec.num_layers)]
     stored = torch.stack(layers).float()
-    rows = through(
-        Rows(stored[:, 0].numpy(), stored[:, 1].numpy()), begins_sequence=begins_sequence
-    )
-    if rows is None:
-        return False
-    for index, layer in enumerate(layers):
-        layer[0].copy_(torch.from_numpy(rows.keys[index]))
-        layer[1].copy_(torch.from_numpy(rows.values[index]))
-    return True
+    emulated = through(Rows(stored[:, 0].numpy(), stored[:, 1].numpy()), index * SPAN)
+    for layer, keys, values in zip(layers, *emulated.rows, strict=True):
+        layer[0].copy_(torch.from_numpy(keys))
+        layer[1].copy_(torch.from_numpy(values))
+    return emulated.num_held
 
 
-def _arena(spec: ModelSpec, codec: str, num_tokens: int) -> BlockArena:
+def _arena(spec: ModelSpec, codec: str, num_blocks: int) -> BlockArena:
     kv_spec = KVSpec(
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
@@ -309,7 +358,7 @@ def _arena(spec: ModelSpec, codec: str, num_tokens: int) -> BlockArena:
         block_size=SPAN,
         codec=codec,
     )
-    return BlockArena(kv_spec, kv_spec.num_blocks_for(num_tokens))
+    return BlockArena(kv_spec, num_blocks)
 
 
 def _standard_error(mean: float, sum_of_squares: float, count: int) -> float:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -34,6 +35,13 @@ from kvist.tune.quality import (
     score_window,
 )
 from kvist.tune.record import ScoreRecord
+from kvist.tune.tasks import (
+    Continuation,
+    Question,
+    greedy_score,
+    read_questions,
+    retrieval_score,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,10 +53,11 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, int, int], None]
     """Is told what is being done, how much of it is, and how much there is."""
+    Scores = dict[str, Score]
 
 logger = logging.getLogger(__name__)
 
-RECORD_VERSION = 2
+RECORD_VERSION = 4
 """Of what a score means; a change of a codec's encoder is one."""
 
 
@@ -67,6 +76,12 @@ class Measurement:
     window_tokens: int
     calibration_text: str | None
     """What the transforms are made from; None: the codecs go without."""
+    generated_tokens: int = 0
+    """Length of the continuation of each window's first half that is compared; 0: none is."""
+    retrieval: tuple[str, ...] = ()
+    """Lines of a file of prompts (``tasks.read_questions``)."""
+    retrieval_prompts: int = 0
+    """How many of them are asked."""
     is_fresh: bool = False
     """Whether windows that have been measured before are measured again."""
 
@@ -84,6 +99,14 @@ class Measurement:
             raise ConfigError(
                 f"[tune] --window-tokens must be a multiple of {SPAN_TOKENS} and at least {2 * SPAN_TOKENS}, "
                 f"received {self.window_tokens}"
+            )
+        if not 0 <= self.generated_tokens <= self.window_tokens // 2:
+            raise ConfigError(
+                f"[tune] --generate must be from 0 to half of --window-tokens, received {self.generated_tokens}"
+            )
+        if self.retrieval and self.retrieval_prompts < 1:
+            raise ConfigError(
+                f"[tune] --retrieval-prompts must be at least 1, received {self.retrieval_prompts}"
             )
 
 
@@ -103,6 +126,14 @@ def measure(measurement: Measurement, on_progress: Progress) -> dict[str, Any]: 
     prefix = tokenizer.encode("")
     tokens = tokenizer.encode(measurement.text, add_special_tokens=False)
     windows = _cut(measurement, spec, prefix, tokens)
+    questions: list[Question] = []
+    if measurement.retrieval:
+        questions = read_questions(
+            measurement.retrieval,
+            measurement.retrieval_prompts,
+            measurement.window_tokens,
+            tokenizer,
+        )
     calibration_tokens: list[int] | None = None
     if measurement.calibration_text is not None:
         text = tokenizer.encode(measurement.calibration_text, add_special_tokens=False)
@@ -122,16 +153,19 @@ def measure(measurement: Measurement, on_progress: Progress) -> dict[str, Any]: 
         "tokens": text_digest((), [token for window in windows for token in window]),
         "window_tokens": measurement.window_tokens,
         "weights": [weights.plane, weights.kind, hardware.isa],
-        "calibration": [transforms.fingerprint, transforms.text],
+        "transforms": transforms.digest,
     }
     record = ScoreRecord(envvars.tune_folder(), setting)
     if measurement.is_fresh:
         record.clear()
     computer_of = _Lazy(measurement, spec, weights, threads)
-    totals = _score(measurement, windows, transforms, record, computer_of, on_progress)
+    jobs = _jobs(measurement, windows, questions)
+    totals = _score(measurement, jobs, transforms, record, computer_of, on_progress)
     readable = NativeComputer.readable if weights.plane == "native" else ()
     return {
         "model": measurement.model.model,
+        "fingerprint": fingerprint,
+        "transforms": transforms.digest,
         "windows": measurement.windows,
         "positions": max(score.positions for score in totals.values()),
         "window_tokens": measurement.window_tokens,
@@ -142,7 +176,7 @@ def measure(measurement: Measurement, on_progress: Progress) -> dict[str, Any]: 
             {
                 "name": name,
                 "kernels": "native" if name in readable else "emulated",
-                "bits_per_value": bits_per_value(name, spec.head_dim, measurement.window_tokens),
+                "bits_per_value": bits_per_value(name, spec.head_dim),
                 **score.summary(),
             }
             for name, score in totals.items()
@@ -200,6 +234,19 @@ def transforms_file(fingerprint: str) -> Path:
     return envvars.tune_folder() / f"{fingerprint[:32]}.transforms.safetensors"
 
 
+class _Job(NamedTuple):
+    """One text in all codecs."""
+
+    what: str
+    """Of the bar that shows how far it is."""
+    key: str
+    """Of its scores in the record, beside the codec."""
+    number: int
+    compute: Callable[..., Scores]  # of a computer, transforms, the text, codecs and who is told
+    text: Any  # what ``compute`` takes
+    num_tokens: int
+
+
 class _Lazy:
     """The model, loaded when the first window has to be computed."""
 
@@ -226,32 +273,53 @@ class _Lazy:
 
 def _score(
     measurement: Measurement,
-    windows: list[list[int]],
+    jobs: list[_Job],
     transforms: KVTransforms,
     record: ScoreRecord,
     computer_of: _Lazy,
     on_progress: Progress,
 ) -> dict[str, Score]:
-    """Return the sum of all windows for each codec, measuring those that the record lacks."""
-    num_done = 0
-
-    def on_computed(count: int) -> None:
-        nonlocal num_done
-        num_done += count
-        on_progress("measuring", num_done, measurement.window_tokens * len(windows))
-
+    """Return the sum of all jobs for each codec, computing those that the record lacks."""
     totals = dict.fromkeys(measurement.codecs, Score())
-    for window, tokens in enumerate(windows):
-        missing = [name for name in measurement.codecs if record.get(name, window) is None]
+    sizes, done = Counter[str](), Counter[str]()
+    for job in jobs:
+        sizes[job.what] += job.num_tokens
+    for job in jobs:
+        what, end = job.what, done[job.what] + job.num_tokens
+
+        def on_computed(count: int, what: str = what) -> None:
+            done[what] += count
+            on_progress(what, done[what], sizes[what])
+
+        keys = {name: name + job.key for name in measurement.codecs}
+        missing = [name for name, key in keys.items() if record.get(key, job.number) is None]
         if missing:
-            scores = score_window(computer_of.get(), transforms, tokens, missing, on_computed)
+            scores = job.compute(computer_of.get(), transforms, job.text, missing, on_computed)
             for name, score in scores.items():
-                record.put(name, window, score)
-        else:
-            on_computed(len(tokens))
-        for name in totals:
-            totals[name] += record.get(name, window) or Score()
+                record.put(keys[name], job.number, score)
+        on_computed(end - done[what])
+        for name, key in keys.items():
+            totals[name] += record.get(key, job.number) or Score()
     return totals
+
+
+def _jobs(
+    measurement: Measurement, windows: list[list[int]], questions: list[Question]
+) -> list[_Job]:
+    jobs = [
+        _Job("measuring", "", index, score_window, tokens, len(tokens))
+        for index, tokens in enumerate(windows)
+    ]
+    count = measurement.generated_tokens
+    for index, tokens in enumerate(windows if count else ()):
+        prompt = tuple(tokens[: len(tokens) // 2])
+        text = Continuation(prompt=prompt, num_tokens=count)
+        key = f" generating {count}"
+        jobs.append(_Job("generating", key, index, greedy_score, text, len(prompt) + count))
+    for index, question in enumerate(questions):
+        key, size = f" retrieving {question.digest}", len(question.tokens)
+        jobs.append(_Job("retrieving", key, index, retrieval_score, question, size))
+    return jobs
 
 
 def _cut(

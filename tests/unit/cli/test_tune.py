@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from kvist.cli import tune
 from kvist.tune import run
+from kvist.tune.profile import load_profile
 from kvist.tune.quality import Score
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[run.Measureme
         figures = {"kernels": "emulated", "bits_per_value": 4.19, **score.summary()}
         return {
             "model": measurement.model.model,
+            "fingerprint": "of the model",
+            "transforms": "",
             "positions": 100,
             "weights": "int8",
             "codecs": [{"name": name, **figures} for name in measurement.codecs],
@@ -90,6 +94,29 @@ def test_calibration_may_be_another_text_or_none(asked: list, kvist: Any, tmp_pa
     assert "exclude each other" in result.stderr
 
 
+def test_a_profile_names_the_codec_within_the_loss(asked: list, kvist: Any, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    for max_loss, expected in (("0.02", "int8"), ("0.01", "raw16")):
+        result = kvist(*arguments(tmp_path, "--profile", str(path), "--max-loss", max_loss))
+        assert result.exit_code == 0, result.output
+        assert f"recommends {expected}" in result.stderr
+        profile = load_profile(path, "of the model")
+        assert profile.kv_cache_dtype == expected
+        assert profile.text == "text.txt"
+
+
+def test_tasks_are_passed_on(asked: list, kvist: Any, tmp_path: Path) -> None:
+    (tmp_path / "keys.jsonl.gz").write_bytes(gzip.compress(b"{}\n{}\n"))
+    retrieval = ("--retrieval", str(tmp_path / "keys.jsonl.gz"))
+    assert kvist(*arguments(tmp_path, *retrieval, "--generate", "7")).exit_code == 0
+    assert kvist(*arguments(tmp_path, "--window-tokens", "128")).exit_code == 0
+    assert [(x.retrieval, x.generated_tokens) for x in asked] == [(("{}", "{}"), 7), ((), 64)]
+    (tmp_path / "bad.gz").write_bytes(b"x")
+    result = kvist(*arguments(tmp_path, "--retrieval", str(tmp_path / "bad.gz")))
+    assert result.exit_code == 1
+    assert "--retrieval cannot be unpacked" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("more", "exit_code", "message"),
     [
@@ -97,6 +124,7 @@ def test_calibration_may_be_another_text_or_none(asked: list, kvist: Any, tmp_pa
         (("--codecs", "int8,"), 1, "received ''"),
         (("--windows", "0"), 1, "--windows must be at least 1"),
         (("--window-tokens", "100"), 1, "multiple of 64"),
+        (("--generate", "1025"), 1, "--generate must be from 0 to half of --window-tokens"),
         (("--windows", "x"), 2, "windows"),
     ],
 )

@@ -1,8 +1,9 @@
-"""int4 and int3: the error bound element by element, what is exact, what is refused, and every byte of the format."""
+"""int4 and int3: the error bound element by element, what is exact, what is held, and every byte of the format."""
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,18 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvist.codecs import e5m3
-from kvist.codecs.rotated import (
-    INT3,
-    INT4,
-    LEVELS,
-    SPAN,
-    RotatedCodec,
-    Rows,
-    Span,
-    from_bfloat16,
-    to_bfloat16,
-)
-from kvist.codecs.transforms import KVTransforms, from_statistics, uncalibrated
+from kvist.codecs.rotated import INT3, INT4, LEVELS, SPAN, RotatedCodec, Rows
+from kvist.codecs.transforms import KeyMetric, KVTransforms, from_statistics, uncalibrated
 from kvist.kernels.rotation import rotation
 from kvist.spec import SPAN_CODEC_BITS, SPAN_TOKENS, span_record_bytes
 
@@ -44,35 +35,38 @@ def transforms_for(head_dim: int, shape: tuple[int, int] = (1, 1), seed: int = 3
         mean=generator.normal(size=(*shape, head_dim)).astype(np.float32),
         keys=from_statistics(gram(3 * head_dim), gram(3 * head_dim)),
         values=from_statistics(gram(3 * head_dim), gram(3 * head_dim)),
+        key_metric=KeyMetric(
+            metric=gram(3 * head_dim).astype(np.float32),
+            frequencies=generator.uniform(size=(shape[0], head_dim // 2)),
+        ),
     )
 
 
-def rows_of(head_dim: int, shape: tuple[int, int] = (1, 1), seed: int = 1) -> Rows:
+def rows_of(
+    head_dim: int, shape: tuple[int, int] = (1, 1), seed: int = 1, num_tokens: int = SPAN
+) -> Rows:
     generator = np.random.default_rng(seed)
-    size = (*shape, SPAN, head_dim)
+    size = (*shape, num_tokens, head_dim)
     return Rows(*(generator.normal(size=size).astype(np.float32) for _ in range(2)))
 
 
-def encoded(
-    codec: RotatedCodec, rows: Rows, transforms: KVTransforms, *, first: bool = False
-) -> Span:
-    span = codec.encode(rows, transforms, begins_sequence=first)
-    assert span is not None
-    return span
+def encoded(codec: RotatedCodec, rows: Rows, transforms: KVTransforms) -> np.ndarray:
+    """Return the records of a block in which nothing is beyond reach."""
+    records, num_held = codec.encode(rows, transforms)
+    assert num_held == 0
+    return records
 
 
-def assert_within_bounds(
-    codec: RotatedCodec, rows: Rows, transforms: KVTransforms, *, first: bool = False
-) -> Span:
+def assert_within_bounds(codec: RotatedCodec, rows: Rows, transforms: KVTransforms) -> np.ndarray:
     """Check every component in the turned basis, and every value in the model's own."""
-    span = encoded(codec, rows, transforms, first=first)
-    head_dim = rows.keys.shape[-1]
-    stored, bounds = codec.decode_turned(span, head_dim), codec.error_bounds(rows, span, transforms)
+    records, head_dim = codec.encode(rows, transforms).records, rows.keys.shape[-1]
+    stored = codec.decode_turned(records, head_dim)
+    bounds = codec.error_bounds(rows, records, transforms)
     turned = Rows(
         transforms.keys.turn(rows.keys - transforms.mean[:, :, None]),
         transforms.values.turn(rows.values),
     )
-    decoded = codec.decode(span, transforms)
+    decoded = codec.decode(records, transforms)
     for kind, how in (("keys", transforms.keys), ("values", transforms.values)):
         exact, bound = getattr(turned, kind), getattr(bounds, kind)
         rounding = 1e-5 * np.abs(exact).max(axis=-1, keepdims=True)
@@ -84,7 +78,7 @@ def assert_within_bounds(
         slack = 1e-4 * np.abs(original).max(axis=-1, keepdims=True) + 1e-4
         error = np.abs(getattr(decoded, kind).astype(np.float64) - original)
         assert (error <= limit + slack).all(), kind
-    return span
+    return records
 
 
 def test_sizes_are_those_the_control_plane_reads() -> None:
@@ -92,9 +86,9 @@ def test_sizes_are_those_the_control_plane_reads() -> None:
     assert {codec.name: codec.bits for codec in CODECS} == SPAN_CODEC_BITS
     for codec in CODECS:
         for head_dim in (8, 64, 80, 128, 256):
-            span = encoded(codec, rows_of(head_dim), uncalibrated(1, 1, head_dim))
+            records = encoded(codec, rows_of(head_dim), uncalibrated(1, 1, head_dim))
             size = codec.record_bytes(head_dim)
-            assert span.records.shape == (1, 1, size)
+            assert records.shape == (1, 1, 1, size)
             assert span_record_bytes(codec.name, head_dim) == size
             assert codec.bits_per_value(head_dim) == 8 * size / (2 * SPAN * head_dim)
     assert INT4.bits_per_value(64) == 4.1875
@@ -104,21 +98,18 @@ def test_sizes_are_those_the_control_plane_reads() -> None:
 
 @pytest.mark.parametrize("codec", CODECS, ids=IDS)
 @pytest.mark.parametrize("head_dim", [8, 24, 64, 80, 128])
-@pytest.mark.parametrize("first", [False, True])
-def test_no_component_is_off_by_more_than_its_bound(
-    codec: RotatedCodec, head_dim: int, *, first: bool
-) -> None:
+def test_no_component_is_off_by_more_than_its_bound(codec: RotatedCodec, head_dim: int) -> None:
     shape = (2, 3)
-    rows = rows_of(head_dim, shape)
-    assert_within_bounds(codec, rows, transforms_for(head_dim, shape), first=first)
-    assert_within_bounds(codec, rows, uncalibrated(*shape, head_dim), first=first)
+    rows = rows_of(head_dim, shape, num_tokens=2 * SPAN)
+    assert_within_bounds(codec, rows, transforms_for(head_dim, shape))
+    assert_within_bounds(codec, rows, uncalibrated(*shape, head_dim))
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=IDS)
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
-    exponent=st.integers(-140, 9),
+    exponent=st.integers(-140, 40),
     token=st.integers(0, SPAN - 1),
     channel=st.integers(0, 15),
     outlier=st.sampled_from([0.0, 1.0, 30.0, 1000.0, -1000.0]),
@@ -139,10 +130,9 @@ def test_bounds_hold_whatever_sticks_out(
         x[0, 0, token] *= np.float32(max(1.0, abs(outlier) / 10))
         x[:] += np.float32(offset * 2.0**exponent)
     for transforms in (uncalibrated(1, 1, 16), transforms_for(16)):
-        if codec.encode(Rows(keys, values), transforms, begins_sequence=False) is not None:
-            assert_within_bounds(codec, Rows(keys, values), transforms)
-        else:
-            assert exponent > -8, "only large values may be refused"
+        assert_within_bounds(codec, Rows(keys, values), transforms)
+        if codec.encode(Rows(keys, values), transforms).num_held:
+            assert exponent > -8, "only large values may be beyond reach"
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=IDS)
@@ -182,9 +172,9 @@ def test_one_component_that_holds_a_whole_token_of_v_is_kept(codec: RotatedCodec
 def test_zeros_are_exact_and_so_are_constants_that_have_a_step(codec: RotatedCodec) -> None:
     transforms = uncalibrated(1, 2, 64)
     zeros = np.zeros((1, 2, SPAN, 64), np.float32)
-    span = encoded(codec, Rows(zeros, zeros), transforms)
-    assert not codec.decode(span, transforms).keys.any()
-    assert not codec.decode(span, transforms).values.any()
+    records = encoded(codec, Rows(zeros, zeros), transforms)
+    assert not codec.decode(records, transforms).keys.any()
+    assert not codec.decode(records, transforms).values.any()
     for constant in (1.0, -3.0, 0.125, 100.0):
         turned = np.full_like(zeros, constant)
         rows = Rows(transforms.keys.turn_back(turned), zeros)
@@ -214,44 +204,61 @@ def test_denormals_give_zeros_and_no_noise(codec: RotatedCodec) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=IDS)
-@pytest.mark.parametrize("wrong", [np.inf, -np.inf, np.nan, 3e38])
-@pytest.mark.parametrize("kind", ["keys", "values"])
-@pytest.mark.parametrize("token", [0, 17])
-@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("wrong", [np.inf, -np.inf, np.nan, 3.4e38])
+@pytest.mark.parametrize("token", [0, SPAN + 17])
 @pytest.mark.filterwarnings("error")
-def test_a_span_that_cannot_be_coded_is_refused_as_a_whole(
-    codec: RotatedCodec, wrong: float, kind: str, token: int, *, first: bool
+def test_what_is_not_finite_reads_as_nan_and_touches_nothing_else(
+    codec: RotatedCodec, wrong: float, token: int
 ) -> None:
-    rows = rows_of(64, (2, 2))
-    getattr(rows, kind)[1, 0, token, 9] = wrong
-    span = codec.encode(rows, uncalibrated(2, 2, 64), begins_sequence=first)
-    is_first_key = first and kind == "keys" and token == 0
-    if is_first_key and wrong == 3e38:
-        assert span is not None, "the first key is kept as it is, and bfloat16 holds it"
-    else:
-        assert span is None
+    """A key that is not finite makes NaN of its span in its head, a value of its position. Neither is held."""
+    transforms = transforms_for(64, (2, 2))
+    rows = rows_of(64, (2, 2), num_tokens=2 * SPAN)
+    before = codec.decode(encoded(codec, rows, transforms), transforms)
+    rows.keys[1, 0, token] = rows.values[1, 0, token] = wrong
+    after = codec.decode(encoded(codec, rows, transforms), transforms)
+    is_nan = np.zeros((2, 2, 2 * SPAN, 64), bool)
+    is_nan[1, 0, token // SPAN * SPAN :][:SPAN] = True
+    assert np.array_equal(np.isnan(after.keys), is_nan)
+    assert np.array_equal(after.keys[~is_nan], before.keys[~is_nan])
+    is_nan[:] = False
+    is_nan[1, 0, token] = True
+    assert np.array_equal(np.isnan(after.values), is_nan)
+    assert np.array_equal(after.values[~is_nan], before.values[~is_nan])
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=IDS)
-def test_the_first_key_is_kept_in_bfloat16_and_costs_the_others_nothing(
-    codec: RotatedCodec,
-) -> None:
-    transforms = transforms_for(64)
-    rows = rows_of(64)
-    rows.keys[:, :, 0] = rows.keys[:, :, 1]
-    calm = codec.decode(encoded(codec, rows, transforms, first=True), transforms)
-    rows.keys[:, :, 0] *= 1000
-    span = encoded(codec, rows, transforms, first=True)
-    decoded = codec.decode(span, transforms)
-    assert np.array_equal(decoded.keys[:, :, 1:], calm.keys[:, :, 1:])
-    assert np.array_equal(decoded.keys[:, :, 0], from_bfloat16(to_bfloat16(rows.keys[:, :, 0])))
-    assert span.first_keys is not None
-    assert encoded(codec, rows, transforms).first_keys is None
+def test_what_is_beyond_reach_is_held_and_counted(codec: RotatedCodec) -> None:
+    transforms = uncalibrated(1, 1, 64)
+    keys, values = np.zeros((2, 1, 1, SPAN, 64), np.float32)
+    keys[..., 3, 5], keys[..., 4, 5], keys[..., 3, 6] = 1e6, -1e30, 1000.0
+    values[..., 3, 5], values[..., 4, 5] = -1e30, 1000.0
+    rows = Rows(transforms.keys.turn_back(keys), transforms.values.turn_back(values))
+    records, num_held = codec.encode(rows, transforms)
+    assert num_held >= 3, "and what the rotation's rounding makes of 1e30"
+    stored = codec.decode_turned(records, 64)
+    for position, sign in ((3, 1), (4, -1)):
+        error = stored.keys[0, 0, position, 5] - sign * codec.reach_of_keys
+        assert abs(error) <= e5m3.LARGEST
+    assert -1 <= stored.values[0, 0, 3, 5] / codec.reach_of_values < -0.9
+    assert abs(stored.keys[0, 0, 3, 6] - 1000.0) <= 1000.0 / (2**codec.bits - 1)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=IDS)
+def test_a_block_is_the_spans_of_a_layer_side_by_side(codec: RotatedCodec) -> None:
+    """Records are (L, P / 64, K): what a layer reads lies together."""
+    transforms = transforms_for(32, (2, 3))
+    rows = rows_of(32, (2, 3), num_tokens=2 * SPAN)
+    records = encoded(codec, rows, transforms)
+    assert records.shape == (2, 2, 3, codec.record_bytes(32))
+    for span in range(2):
+        one = Rows(*(x[:, :, span * SPAN : (span + 1) * SPAN] for x in rows))
+        alone = codec.encode(one, transforms, span * SPAN).records
+        assert np.array_equal(records[:, span], alone[:, 0])
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=IDS)
 def test_feedback_lowers_what_the_queries_see(codec: RotatedCodec) -> None:
-    """The reason for it: the error of scores and outputs, not that of values."""
+    """The reason for it: the error of scores, not that of keys. The balance alone is half of the way."""
     shape, head_dim = (2, 2), 64
     generator = np.random.default_rng(5)
     mixing = generator.normal(size=(*shape, head_dim, head_dim)) / 8
@@ -259,26 +266,35 @@ def test_feedback_lowers_what_the_queries_see(codec: RotatedCodec) -> None:
     importance = np.swapaxes(queries, -1, -2) @ queries / 400
     rows = generator.normal(size=(*shape, 4 * SPAN, head_dim)) @ mixing
     covariance = np.swapaxes(rows, -1, -2) @ rows / (4 * SPAN)
-    how = from_statistics(importance, covariance)
-    with_feedback = KVTransforms(
-        fingerprint="x",
-        text="y",
-        mean=np.zeros((*shape, head_dim), np.float32),
-        keys=how,
-        values=how,
+    plain = uncalibrated(*shape, head_dim)
+    metric = KeyMetric(
+        metric=importance.astype(np.float32),
+        frequencies=np.tile(0.1 * np.arange(1, 33) ** -0.5, (2, 1)),
     )
-    without = uncalibrated(*shape, head_dim)
-    span = Rows(*(rows[:, :, i * SPAN : (i + 1) * SPAN].astype(np.float32) for i in range(2)))
+    balanced = replace(plain, keys=from_statistics(importance, covariance))
+    keys = rows[:, :, :SPAN].astype(np.float32)
+    start = 3 * SPAN
 
-    def loss(transforms: KVTransforms) -> np.ndarray:
-        decoded = codec.decode(encoded(codec, span, transforms), transforms)
-        errors = [
-            np.matmul(x - y, np.swapaxes(queries, -1, -2))
-            for x, y in zip(decoded, span, strict=True)
-        ]
-        return np.array([np.square(error).mean() for error in errors])
+    def loss(transforms: KVTransforms, at: int) -> float:
+        records, _ = codec.encode(Rows(keys, keys), transforms, at)
+        errors = codec.decode(records, transforms).keys - keys
+        # Queries that stand where the span is.
+        cost = errors @ metric.at(start) @ np.swapaxes(errors, -1, -2)
+        return float(np.trace(cost, axis1=-2, axis2=-1).mean())
 
-    assert (loss(with_feedback) < 0.5 * loss(without)).all()
+    with_feedback = replace(balanced, key_metric=metric)
+    assert loss(with_feedback, start) < 0.4 * loss(balanced, start)
+    assert loss(with_feedback, start) < 0.4 * loss(with_feedback, 0), "elsewhere it is another one"
+    assert codec.encode(Rows(keys, keys), balanced, 0).num_held == 0
+
+
+def test_each_span_of_a_block_has_the_feedback_of_its_own_position() -> None:
+    transforms = transforms_for(32)
+    rows = rows_of(32, num_tokens=2 * SPAN)
+    records = INT3.encode(rows, transforms, SPAN).records
+    second = Rows(*(x[:, :, SPAN:] for x in rows))
+    assert np.array_equal(records[:, 1], INT3.encode(second, transforms, 2 * SPAN).records[:, 0])
+    assert not np.array_equal(records[:, 1], INT3.encode(second, transforms, SPAN).records[:, 0])
 
 
 def test_levels_are_a_quantiser_of_a_normal_distribution() -> None:
@@ -298,12 +314,12 @@ def test_levels_are_a_quantiser_of_a_normal_distribution() -> None:
 def test_heads_and_layers_are_coded_each_by_itself(codec: RotatedCodec) -> None:
     shape = (2, 3)
     rows, transforms = rows_of(32, shape), uncalibrated(2, 3, 32)
-    whole = encoded(codec, rows, transforms).records
+    whole = encoded(codec, rows, transforms)
     for layer in range(2):
         for head in range(3):
             one = Rows(*(x[layer : layer + 1, head : head + 1] for x in rows))
-            alone = encoded(codec, one, uncalibrated(1, 1, 32)).records
-            assert np.array_equal(whole[layer, head], alone[0, 0])
+            alone = encoded(codec, one, uncalibrated(1, 1, 32))
+            assert np.array_equal(whole[layer, 0, head], alone[0, 0, 0])
 
 
 def test_bytes_of_the_worked_example() -> None:
@@ -316,7 +332,7 @@ def test_bytes_of_the_worked_example() -> None:
         transforms.keys.turn_back(turned_keys[None, None].astype(np.float32)),
         transforms.values.turn_back(turned_values[None, None].astype(np.float32)),
     )
-    record = encoded(INT4, rows, transforms).records[0, 0]
+    record = encoded(INT4, rows, transforms)[0, 0, 0]
     assert record[:16].tobytes().hex() == GOLDEN_GRID
     assert record[16:48].tobytes().hex() == GOLDEN_KEY_CODES
     assert record[272:336].tobytes().hex() == GOLDEN_SCALES * 16
@@ -346,8 +362,8 @@ def test_all_bytes_are_pinned(codec: RotatedCodec, digest: str) -> None:
         transforms.keys.turn_back(keys.astype(np.float32)),
         transforms.values.turn_back(values.astype(np.float32)),
     )
-    records = encoded(codec, rows, transforms).records
-    stored = codec.decode_turned(Span(records, None), 64)
+    records = encoded(codec, rows, transforms)
+    stored = codec.decode_turned(records, 64)
     assert np.allclose(stored.keys, keys, rtol=1e-6)
     assert np.allclose(stored.values, values, rtol=1e-6)
     assert hashlib.sha256(records.tobytes()).hexdigest()[:16] == digest

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 
 from kvist.codecs.transforms import (
+    KeyMetric,
     KVTransforms,
     error_feedback,
     from_statistics,
@@ -17,6 +19,10 @@ from kvist.codecs.transforms import (
     uncalibrated,
 )
 from kvist.errors import ConfigError
+from kvist.kernels import dispatch
+from kvist.kernels.rotation import rotation
+from kvist.model.rotary import RotaryEmbedding, frequencies_of
+from kvist.spec import RopeSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,6 +40,10 @@ def made(head_dim: int = 16, seed: int = 0) -> KVTransforms:
         mean=generator.normal(size=(*SHAPE, head_dim)).astype(np.float32),
         keys=from_statistics(grams[0], grams[1]),
         values=from_statistics(grams[2], grams[3]),
+        key_metric=KeyMetric(
+            metric=grams[0].astype(np.float32),
+            frequencies=generator.uniform(size=(SHAPE[0], head_dim // 2)),
+        ),
     )
 
 
@@ -57,15 +67,48 @@ def test_turned_queries_see_in_turned_keys_what_they_saw() -> None:
 
 
 def test_feedback_is_that_of_least_squares() -> None:
-    """After one component is off, the best that the others can do is the regression on it."""
+    """After some components are off, the best that the others can do is the regression on them."""
     generator = np.random.default_rng(3)
     rows = generator.normal(size=(200, 6))
     metric = rows.T @ rows / 200
     feedback = error_feedback(metric)
     assert not np.tril(feedback).any()
     damped = metric + 0.01 * np.trace(metric) / 6 * np.eye(6)
-    best = np.linalg.solve(damped[1:, 1:], damped[1:, 0])
-    assert np.allclose(feedback[0, 1:], -best, atol=1e-6)
+    for first in range(1, 6):
+        errors = generator.normal(size=first)
+        best = -np.linalg.solve(damped[first:, first:], damped[first:, :first] @ errors)
+        # What the next one makes of it; the others follow in the same way.
+        assert np.isclose(-errors @ feedback[:first, first], best[0], atol=1e-6)
+
+
+def test_a_metric_moves_with_the_queries() -> None:
+    """Turned to a position, it is that of queries which are turned by as much, as the model turns them."""
+    head_dim, start = 16, 192
+    rope = RotaryEmbedding(RopeSpec(base=10_000.0, dim=head_dim))
+    queries = torch.randn(50, 1, head_dim, generator=torch.Generator().manual_seed(0))
+    at = rope.at(torch.full((50,), start), torch.float32)
+    moved = dispatch.rope(queries, at.cos, at.sin)[:, 0].double().numpy()
+    still = queries[:, 0].double().numpy()
+    frequencies = frequencies_of(RopeSpec(base=10_000.0, dim=head_dim)).double().numpy()
+    metric = KeyMetric(
+        metric=(still.T @ still)[None, None].astype(np.float32), frequencies=frequencies[None]
+    )
+    assert np.allclose(metric.at(start), moved.T @ moved, atol=1e-3)
+    assert not np.allclose(metric.at(0), moved.T @ moved, atol=1.0)
+
+
+def test_feedback_is_in_the_basis_of_turned_keys() -> None:
+    transforms = made()
+    assert transforms.key_metric is not None
+    received = transforms.feedback(128)
+    balance = transforms.keys.balance.astype(np.float64)
+    # y = x diag(balance) R, so an error of y is one of e R^T / balance in x.
+    back = rotation(16).T / balance[..., None, :]
+    metric = back @ transforms.key_metric.at(128) @ np.swapaxes(back, -1, -2)
+    assert received is not None
+    assert np.allclose(received, error_feedback(metric), atol=1e-4)
+    assert not np.allclose(received, transforms.feedback(0), atol=0.01)
+    assert uncalibrated(*SHAPE, 16).feedback(0) is None
 
 
 def test_channels_that_are_always_zero_do_not_divide_by_it() -> None:
@@ -76,8 +119,7 @@ def test_channels_that_are_always_zero_do_not_divide_by_it() -> None:
         how = from_statistics(*pair)
         assert np.isfinite(how.balance).all()
         assert (how.balance > 0).all()
-        assert how.feedback is not None
-        assert np.isfinite(how.feedback).all()
+        assert np.isfinite(error_feedback(pair[0])).all()
 
 
 def test_balance_makes_turned_rows_of_size_one() -> None:
@@ -98,10 +140,10 @@ def test_a_file_gives_back_what_was_put_in(tmp_path: Path) -> None:
     assert np.array_equal(loaded.mean, transforms.mean)
     for mine, other in ((loaded.keys, transforms.keys), (loaded.values, transforms.values)):
         assert np.array_equal(mine.balance, other.balance)
-        assert np.array_equal(mine.order, other.order)
-        assert mine.feedback is not None
-        assert other.feedback is not None
-        assert np.array_equal(mine.feedback, other.feedback)
+    assert loaded.key_metric is not None
+    assert transforms.key_metric is not None
+    assert np.array_equal(loaded.key_metric.metric, transforms.key_metric.metric)
+    assert np.array_equal(loaded.key_metric.frequencies, transforms.key_metric.frequencies)
     assert [file.name for file in path.parent.iterdir()] == ["t.safetensors"]
 
 
@@ -137,7 +179,7 @@ def test_no_damage_goes_unseen(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"format": "other"}, "no file of transforms"),
-        ({"version": "2"}, "has version '2', expected 1"),
+        ({"version": "1"}, "has version '1', expected 2"),
         ({"text": "another"}, "checksum differs"),
         ({"blake3": "0" * 64}, "checksum differs"),
     ],
@@ -145,7 +187,7 @@ def test_no_damage_goes_unseen(tmp_path: Path) -> None:
 def test_metadata_is_checked(tmp_path: Path, changes: dict[str, str], message: str) -> None:
     path = tmp_path / "t"
     save_transforms(path, made())
-    metadata = {"format": "kvist-kv-transforms", "version": "1", "fingerprint": "a model"}
+    metadata = {"format": "kvist-kv-transforms", "version": "2", "fingerprint": "a model"}
     save_file(load_file(path), path, {**metadata, "text": "a text", "blake3": "0", **changes})
     with pytest.raises(ConfigError, match=message):
         load_transforms(path, "a model")

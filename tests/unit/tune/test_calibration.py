@@ -13,7 +13,9 @@ from tests.support.tiny_models import random_prompt
 from kvist.codecs.rotated import SPAN
 from kvist.codecs.transforms import from_statistics
 from kvist.errors import ConfigError
+from kvist.kernels import dispatch
 from kvist.kernels.batch import AttentionBatch
+from kvist.model.rotary import RotaryEmbedding, frequencies_of
 from kvist.spec import KVSpec
 from kvist.storage.arena import BlockArena
 from kvist.tune import calibration
@@ -101,11 +103,33 @@ def test_transforms_are_those_of_the_statistics(
             (transforms.values, expected_values),
         ):
             assert np.allclose(mine.balance[1, head], expected.balance[0, 0], rtol=1e-3)
-            assert mine.feedback is not None
-            assert expected.feedback is not None
-            if np.array_equal(mine.order[1, head], expected.order[0, 0]):
-                assert np.allclose(mine.feedback[1, head], expected.feedback[0, 0], atol=5e-3)
     assert (transforms.fingerprint, transforms.text) == ("a model", text_digest(prefix, text))
+
+
+def test_the_metric_of_keys_weighs_queries_by_what_they_give_to_a_span(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once more query by query, from what each layer was shown."""
+    monkeypatch.setattr(calibration, "WINDOW", 256)
+    monkeypatch.setattr(calibration, "MIN_TOKENS", 256)
+    tokens, spec = random_prompt(256), decoder.spec
+    metric = calibrate(decoder, ([], tokens), "a model").key_metric
+    assert metric is not None
+    rope = RotaryEmbedding(spec.ropes[0])
+    group, layer, head = spec.num_heads // spec.num_kv_heads, 1, 1
+    queries, keys, _ = seen(decoder, tokens).layers[layer]
+    expected = np.zeros((spec.head_dim, spec.head_dim))
+    for start in (64, 128):
+        for position in range(start + SPAN, 256):
+            for q in queries[position, head * group : (head + 1) * group]:
+                scores = keys[: position + 1, head] @ q * spec.attention_scale
+                weights = np.exp(scores - scores.max())
+                weights /= weights.sum()
+                back = rope.at(torch.tensor([start]), torch.float64)
+                row = dispatch.rope(torch.from_numpy(q)[None, None], back.cos, -back.sin)[0, 0]
+                expected += np.square(weights[start : start + SPAN]).sum() * np.outer(row, row)
+    assert np.allclose(metric.metric[layer, head] * 255, expected, rtol=1e-3, atol=1e-5)
+    assert np.allclose(metric.frequencies[0], frequencies_of(spec.ropes[0]).numpy())
 
 
 def test_progress_reaches_the_end(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from kvist.kernels import native
 from kvist.model.native_decoder import NativeDecoder, pack_weights
 from kvist.tune import quality
 from kvist.tune.quality import (
+    Emulated,
     NativeComputer,
     Score,
     TorchComputer,
@@ -81,7 +82,7 @@ def test_fewer_bits_cost_more(computer: Computer, transforms: KVTransforms) -> N
     assert 0.0 < scores["int8"].kl < 0.3 * scores["int4"].kl
     assert scores["int4"].kl < 0.7 * scores["int3"].kl
     assert len({score.reference_nll for score in scores.values()}) == 1
-    assert all(score.raw_spans == 0 for score in scores.values())
+    assert all(score.num_held == 0 for score in scores.values())
 
 
 def test_codecs_do_not_see_each_other(computer: Computer, transforms: KVTransforms) -> None:
@@ -107,13 +108,28 @@ def test_native_kernels_hold_int8_from_the_first_token(
     assert (score.kl > 0.0) == ("int8" in computer.readable)
 
 
-def test_a_span_that_cannot_be_coded_stays_and_is_counted(
+def test_values_that_a_codec_holds_are_counted(
     decoder: Decoder, transforms: KVTransforms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quality, "emulation", lambda *_: lambda rows, begins_sequence: None)
+    monkeypatch.setattr(quality, "emulation", lambda *_: lambda rows, _: Emulated(rows, 2))
     score = scored(TorchComputer(decoder), transforms, ["int4"])["int4"]
-    assert score.raw_spans == 4
+    assert score.num_held == 4 * 2
     assert score.kl == 0.0
+
+
+def test_the_block_that_begins_a_sequence_is_in_int8(
+    decoder: Decoder, transforms: KVTransforms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def emulation(codec: str, _: KVTransforms) -> Any:
+        return lambda rows, start: asked.append((codec, start)) or Emulated(rows)
+
+    monkeypatch.setattr(quality, "emulation", emulation)
+    scored(TorchComputer(decoder), transforms, ["int3", "raw16"], TOKENS[: 3 * SPAN])
+    assert asked == [
+        ("int8", 0), ("raw16", 0), ("int3", 64), ("raw16", 64), ("int3", 128), ("raw16", 128)
+    ]  # fmt: skip
 
 
 def test_emulation_is_the_codec(transforms: KVTransforms, decoder: Decoder) -> None:
@@ -122,14 +138,11 @@ def test_emulation_is_the_codec(transforms: KVTransforms, decoder: Decoder) -> N
     generator = np.random.default_rng(0)
     rows = Rows(*(generator.normal(size=size).astype(np.float32) for _ in range(2)))
     for codec in (INT4, INT3):
-        for begins in (False, True):
-            span = codec.encode(rows, transforms, begins_sequence=begins)
-            assert span is not None
-            expected = codec.decode(span, transforms)
-            received = emulation(codec.name, transforms)(rows, begins_sequence=begins)
-            assert received is not None
-            assert np.array_equal(received.keys, expected.keys)
-            assert np.array_equal(received.values, expected.values)
+        expected = codec.decode(codec.encode(rows, transforms).records, transforms)
+        received = emulation(codec.name, transforms)(rows, 0)
+        assert np.array_equal(received.rows.keys, expected.keys)
+        assert np.array_equal(received.rows.values, expected.values)
+        assert received.num_held == 0
     with pytest.raises(ConfigError, match="'int5'"):
         emulation("int5", transforms)
 
@@ -165,7 +178,7 @@ def test_scores_are_sums_over_positions() -> None:
 
 
 def test_scores_add_up_field_by_field() -> None:
-    score = Score(positions=2, agreed=1, reference_nll=1.0, nll=2.0, kl=0.5, raw_spans=3)
+    score = Score(positions=2, agreed=1, reference_nll=1.0, nll=2.0, kl=0.5, num_held=3)
     total = score + score
     assert asdict(total) == {name: 2 * value for name, value in asdict(score).items()}
 
@@ -187,9 +200,8 @@ def test_what_is_no_score_is_refused(document: dict[str, object]) -> None:
 
 
 def test_bits_count_everything() -> None:
-    assert bits_per_value("raw16", 64, 2048) == 16
-    assert bits_per_value("int8", 64, 2048) == 8.25
-    # A record of 4,288 bytes for 8,192 values, and 128 bytes for the first key of 32 spans.
-    assert math.isclose(bits_per_value("int4", 64, 2048), 8 * (32 * 4288 + 128) / (32 * 8192))
-    assert bits_per_value("int4", 64, 2048) < 4.25
-    assert bits_per_value("int3", 256, 2048) < 3.25
+    assert bits_per_value("raw16", 64) == 16
+    assert bits_per_value("int8", 64) == 8.25
+    # A record of 4,288 bytes for 8,192 values.
+    assert math.isclose(bits_per_value("int4", 64), 8 * 4288 / 8192)
+    assert bits_per_value("int3", 256) < 3.25

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -81,7 +82,7 @@ def test_figures_name_codec_kernels_and_bits(request_: Measurement) -> None:
         assert codec["kl"] > 0
         assert 0 < codec["top1_agreement"] <= 1
         assert codec["positions"] == 3 * 127
-        assert codec["raw_spans"] == 0
+        assert codec["num_held"] == 0
     assert document["codecs"][1]["bits_per_value"] < document["codecs"][0]["bits_per_value"]
     assert told[-1] == ("measuring", 384, 384)
     assert ("calibrating", 1000, 1000) in told
@@ -218,3 +219,41 @@ def test_a_fingerprint_follows_the_contents_and_not_the_place(model: Path, tmp_p
     weights.write_bytes(content)
     assert content_fingerprint(copy, spec) != fingerprint
     assert content_fingerprint(model, dataclasses.replace(spec, norm_eps=0.5)) != fingerprint
+
+
+def test_tasks_are_measured_once_and_named(
+    request_: Measurement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = [["ab", "cd"], ["ef", "gh"]]
+    line = json.dumps({"ordered_kv_records": pairs, "key": "ab", "value": "cd"})
+    asked = dataclasses.replace(
+        request_, windows=2, generated_tokens=5, retrieval=(line,), retrieval_prompts=1
+    )
+    told: list[tuple[str, int, int]] = []
+    document = measure(asked, lambda *x: told.append(x))
+    for codec in document["codecs"]:
+        assert 0 <= codec["greedy_agreement"] <= 1
+        assert codec["retrieval"] == codec["retrieval_reference"] == 0
+    assert ("generating", 2 * (64 + 5), 2 * (64 + 5)) in told
+    assert told[-1][0] == "retrieving"
+    assert told[-1][1] == told[-1][2]
+    for function in ("score_window", "greedy_score", "retrieval_score"):
+        monkeypatch.setattr(run, function, None)
+    assert measure(asked, silent) == document
+    with pytest.raises(TypeError):
+        measure(dataclasses.replace(asked, generated_tokens=6), silent)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"generated_tokens": 65}, "--generate must be from 0 to half of --window-tokens"),
+        ({"generated_tokens": -1}, "--generate must be from 0"),
+        ({"retrieval": ("{}",), "retrieval_prompts": 0}, "--retrieval-prompts must be at least 1"),
+    ],
+)
+def test_tasks_that_cannot_be_are_refused(
+    request_: Measurement, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(request_, **changes)
