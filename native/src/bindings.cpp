@@ -33,9 +33,9 @@ NB_MODULE(_native, module) {
       [](const std::string& name, const std::string& falsify) {
         const kvist::Isa isa = kvist::find_isa(name);
         if (!falsify.empty() && falsify != "linear" && falsify != "attention" && falsify != "codec" &&
-            falsify != "rowwise") {
-          throw std::invalid_argument("[native] falsify must be linear, attention, codec or rowwise, received '" +
-                                      falsify + "'");
+            falsify != "rowwise" && falsify != "spans") {
+          throw std::invalid_argument(
+              "[native] falsify must be linear, attention, codec, rowwise or spans, received '" + falsify + "'");
         }
         const nb::gil_scoped_release release;
         return kvist::self_check(isa, falsify);

@@ -88,6 +88,7 @@ def test_the_self_check_passes_and_changes_nothing(name: str) -> None:
         ("attention", "attention over raw16, head_dim 64: "),
         ("codec", "rows of keys in raw16"),
         ("rowwise", "row-wise work: "),
+        ("spans", "spans in int4, head_dim 64"),
     ],
 )
 def test_the_self_check_finds_a_wrong_part(part: str, message: str) -> None:
