@@ -3,9 +3,9 @@
 // each channel has its step.
 //
 // A record of D = 64 is 16 KiB of float32 for K and as much for V, which stay in the first-level cache; larger heads are
-// in the second. Per value, K costs two turns (12 additions each for D = 64, in registers eight rows at a time) and 8
-// operations for each of 3 grids; V costs one turn and 14 operations for each of 6 scales, most of them the search for
-// the level. 64 positions and D, a multiple of 8, leave no tails.
+// in the second. Per value, K costs two turns (6 additions each for D = 64, eight rows at a time in registers) and 8
+// operations for each of 3 grids; V costs one turn and 14 operations for each of 5 scales, seldom 6, most of them the
+// search for the level. 64 positions and D, a multiple of 8, leave no tails.
 //
 // Compiled without contraction of products and sums, in the order of the serial version: the bytes are the same.
 #include <immintrin.h>
@@ -369,10 +369,11 @@ int encode_keys(const KvSpanHead& head, float* keys, std::uint8_t* record, float
 // For eight magnitudes in scales: the nearest level, and how far out it is.
 struct Level {
   __m256 value;
-  __m256i negative_index;  // modulo 8
+  __m256i negative_index;
 };
 
-// A search in halves. Comparisons give -1, so the index counts down, and tables of eight are in the order 0, 7, 6, ...
+// A search in halves. Comparisons give -1, so the index counts down, and tables are in the order 0, 7, 6, ... or 0, 3,
+// 2, 1, these once in each half: a permutation within halves costs less.
 template <int Bits>
 KVIST_INLINE Level nearest_level(__m256 x);
 
@@ -384,8 +385,8 @@ KVIST_INLINE Level nearest_level<4>(__m256 x) {
   const __m256 second_midpoint = _mm256_blendv_ps(broadcast(m[1]), broadcast(m[5]), _mm256_castsi256_ps(first));
   const __m256i second = _mm256_castps_si256(above(x, second_midpoint));
   const __m256i pair = _mm256_add_epi32(_mm256_add_epi32(first, first), second);
-  const __m256 third_midpoints = _mm256_setr_ps(m[0], 0, 0, 0, 0, m[6], m[4], m[2]);
-  const __m256i third = _mm256_castps_si256(above(x, _mm256_permutevar8x32_ps(third_midpoints, pair)));
+  const __m256 third_midpoints = _mm256_setr_ps(m[0], m[6], m[4], m[2], m[0], m[6], m[4], m[2]);
+  const __m256i third = _mm256_castps_si256(above(x, _mm256_permutevar_ps(third_midpoints, pair)));
   const __m256i index = _mm256_add_epi32(_mm256_add_epi32(pair, pair), third);
   const auto& v = L::magnitudes;
   const __m256 levels = _mm256_setr_ps(v[0], v[7], v[6], v[5], v[4], v[3], v[2], v[1]);
@@ -401,8 +402,8 @@ KVIST_INLINE Level nearest_level<3>(__m256 x) {
   const __m256i second = _mm256_castps_si256(above(x, second_midpoint));
   const __m256i index = _mm256_add_epi32(_mm256_add_epi32(first, first), second);
   const auto& v = L::magnitudes;
-  const __m256 levels = _mm256_setr_ps(v[0], 0, 0, 0, 0, v[3], v[2], v[1]);
-  return {_mm256_permutevar8x32_ps(levels, index), index};
+  const __m256 levels = _mm256_setr_ps(v[0], v[3], v[2], v[1], v[0], v[3], v[2], v[1]);
+  return {_mm256_permutevar_ps(levels, index), index};
 }
 
 // Eight positions of a span, in columns.
@@ -428,7 +429,11 @@ class ValueScales {
       candidates[count++] = clamp_e5m3(_mm256_add_epi32(reaching, _mm256_set1_epi32(step)));
     }
     offer_scales<3>(candidates);
-    offer_scales<3>(candidates + 3);
+    offer_scales<2>(candidates + 3);
+    // The last one reaches half of the largest, whose error alone is seldom less than all of another scale's.
+    if (may_be_best(candidates[kNumScales - 1], largest)) [[unlikely]] {
+      offer_scales<1>(candidates + kNumScales - 1);
+    }
     return num_held;
   }
 
@@ -455,6 +460,16 @@ class ValueScales {
 
  private:
   using Levels = SpanLevels<Bits>;
+
+  // Whether the error of the largest component, a part of the sum, leaves the candidate a chance in any lane.
+  bool may_be_best(__m256i candidate, __m256 largest) const {
+    const __m256 scale = values_of(candidate);
+    const __m256 in_scales = _mm256_mul_ps(largest, inverses_of(scale));
+    const __m256 off = _mm256_sub_ps(nearest_level<Bits>(in_scales).value, in_scales);
+    const __m256 part = _mm256_mul_ps(_mm256_mul_ps(off, off), _mm256_mul_ps(scale, scale));
+    const __m256 may = _mm256_cmp_ps(part, best_.least, _CMP_LT_OQ);
+    return _mm256_movemask_ps(_mm256_and_ps(may, found_.sound)) != 0;
+  }
 
   template <int Count>
   KVIST_INLINE void offer_scales(const __m256i* candidates) {

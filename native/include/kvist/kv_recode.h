@@ -22,13 +22,14 @@ struct KvRecode {
   KvLayout source;  // same K, P and D as the target
   KvLayout target;
   int num_layers;
-  int num_tokens;  // leading positions to write, all of them where the target is in spans; the others keep their bytes
-  const KvTransforms* transforms = nullptr;  // required where one codec is of spans and the other is another
+  int num_tokens;  // leading positions to write, all of them into int4 and int3; the others keep their bytes
+  const KvTransforms* transforms =
+      nullptr;  // needed where int4 or int3 becomes another codec, or is what another becomes
 };
 
 // Writes `target` from `source`, whole blocks that do not overlap, on the pool's threads. Reads and writes the leading
-// positions once each. Returns the number of rows of K or V, or of components of spans, with values held within the
-// target's range. Throws std::bad_alloc.
+// positions once each; records are read whole. Returns the number of rows of K or V, of turned components where the
+// target is int4 or int3, that were held within the target's range. Throws std::bad_alloc.
 std::int64_t recode_block(Pool& pool, Isa isa, const KvRecode& recode, const std::uint8_t* source,
                           std::uint8_t* target);
 
