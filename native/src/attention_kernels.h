@@ -8,6 +8,8 @@
 
 namespace kvist {
 
+struct HeadTurn;
+
 // Some query rows of one KV head's group of query heads against the keys [key_begin, key_end). The row `rows[i]` is the
 // position `positions[i]` of its sequence and sees the keys up to itself, within the window. Key j is in the block that
 // starts at block_offsets[j / P] of the layer's base; all blocks are of the shape's codec. Keys at or beyond key_end are
@@ -18,6 +20,7 @@ struct AttentionItem {
   const std::int32_t* rows;
   const std::int32_t* positions;
   const std::int64_t* block_offsets;
+  const HeadTurn* turn;  // of heads of the layout's size
   int key_begin;
   int key_end;
   // Null: the item sees all keys of its rows and writes the output. Otherwise it writes, for row i and head h, the sum
@@ -40,9 +43,13 @@ struct AttentionKernels {
               std::uint8_t* scratch);
 };
 
+// Blocks of rows.
 extern const AttentionKernels kAttentionSerial;
 extern const AttentionKernels kAttentionAvx2;
 extern const AttentionKernels kAttentionAvx512;
 extern const AttentionKernels kAttentionNeon;
+
+// Blocks of records.
+extern const AttentionKernels kAttentionSpanSerial;
 
 }  // namespace kvist

@@ -25,6 +25,7 @@
 #include "attention_kernels.h"
 #include "kvist/attention.h"
 #include "kvist/common.h"
+#include "kvist/rowwise.h"
 
 namespace kvist {
 namespace {
@@ -97,13 +98,16 @@ const AttentionKernels& kernels(Isa isa) {
   return kAttentionSerial;
 }
 
+const AttentionKernels& span_kernels(Isa) { return kAttentionSpanSerial; }
+
 }  // namespace
 
 struct AttentionPlan::State {
   AttentionShape shape{};
   std::array<AttentionShape, kNumKvCodecs> shapes{};  // the same, with the layout of each codec
   bool is_mixed = false;                              // the batch has tables of offsets and codecs
-  const AttentionKernels* kernels = &kAttentionSerial;
+  std::array<const AttentionKernels*, kNumKvCodecs> kernels{};
+  HeadTurn turn{};
   std::size_t scratch_bytes = 0;
   AttentionPlanInfo info{};
 
@@ -387,7 +391,9 @@ AttentionPlan::~AttentionPlan() = default;
 void AttentionPlan::assign(Isa isa, const AttentionShape& shape, const AttentionBatch& batch, int num_threads) {
   State& state = *state_;
   state.shape = shape;
-  state.kernels = &kernels(isa);
+  if (state.turn.power * state.turn.odd != shape.layout.head_dim) {
+    state.turn = head_turn(shape.layout.head_dim);
+  }
   state.info = {};
   state.rows.clear();
   state.positions.clear();
@@ -400,6 +406,8 @@ void AttentionPlan::assign(Isa isa, const AttentionShape& shape, const Attention
   for (int codec = 0; codec < kNumKvCodecs; ++codec) {
     state.shapes[codec] = shape;
     state.shapes[codec].layout = with_codec(shape.layout, static_cast<KvCodec>(codec));
+    const bool has_records = kv_codec_bits(static_cast<KvCodec>(codec)) != 0;
+    state.kernels[codec] = has_records ? &span_kernels(isa) : &kernels(isa);
   }
   state.locate_blocks(batch);
 
@@ -428,8 +436,9 @@ void AttentionPlan::assign(Isa isa, const AttentionShape& shape, const Attention
     most_rows = std::max(most_rows, span.num_rows);
   }
   state.scratch_bytes = 0;
-  for (const AttentionShape& each : state.shapes) {
-    state.scratch_bytes = std::max(state.scratch_bytes, state.kernels->scratch_bytes(each, most_rows));
+  for (int codec = 0; codec < kNumKvCodecs; ++codec) {
+    const std::size_t bytes = state.kernels[codec]->scratch_bytes(state.shapes[codec], most_rows);
+    state.scratch_bytes = std::max(state.scratch_bytes, bytes);
   }
 }
 
@@ -448,6 +457,7 @@ void AttentionPlan::run(int item, const std::uint8_t* arena, int layer, const At
                      .rows = state.rows.data() + unit.first_row,
                      .positions = state.positions.data() + unit.first_row,
                      .block_offsets = state.block_offsets.data() + unit.table,
+                     .turn = &state.turn,
                      .key_begin = unit.key_begin,
                      .key_end = unit.key_end,
                      .partial_sums = nullptr,
@@ -457,7 +467,8 @@ void AttentionPlan::run(int item, const std::uint8_t* arena, int layer, const At
     work.partial_sums = state.partial_sums.data() + first * state.shape.layout.head_dim;
     work.partial_weights = state.partial_weights.data() + 2 * first;
   }
-  state.kernels->run(shape, work, KvLayer{arena + layer * kv_layer_bytes(shape.layout)}, rows, scratch);
+  const KvLayer place{arena + layer * kv_layer_bytes(shape.layout), layer};
+  state.kernels[unit.codec]->run(shape, work, place, rows, scratch);
 }
 
 // Sums in float32, in the order of the slots.

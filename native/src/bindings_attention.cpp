@@ -61,10 +61,11 @@ struct Step {
   int num_layers;
 };
 
-// Tables by block id, both or none.
+// Tables by block id, both or none, and what int4 and int3 blocks need.
 struct Tables {
   const std::optional<BlockOffsets>& offsets;
   const std::optional<BlockCodecs>& codecs;
+  const OwnedTransforms* transforms;
 };
 
 Step check_step(std::int64_t num_queries, std::int64_t num_heads, std::int64_t head_dim, std::int64_t num_blocks,
@@ -92,11 +93,13 @@ Step check_step(std::int64_t num_queries, std::int64_t num_heads, std::int64_t h
   layout.head_dim = static_cast<int>(head_dim);
   layout.row_bytes = kv_row_bytes(layout.codec, layout.head_dim);
   layout.block_stride = block_bytes;
-  const BlockPlaces places(layout, num_layers, num_blocks, block_bytes, places_by_id.offsets, places_by_id.codecs);
+  const BlockPlaces places(layout, num_layers, num_blocks, block_bytes, places_by_id.offsets, places_by_id.codecs,
+                           places_by_id.transforms);
   step.shape.num_heads = static_cast<int>(num_heads);
   step.shape.scale = scale;
   step.shape.softcap = softcap;
   step.shape.window = window;
+  step.shape.transforms = places.transforms();
 
   const std::size_t num_sequences = context_lens.shape(0);
   if (query_starts.shape(0) != num_sequences + 1 || table_starts.shape(0) != num_sequences + 1) {
@@ -180,14 +183,15 @@ void bind_attention(nb::module_& module) {
       [](Pool& pool, const Queries& queries, const Arena& arena, const std::string& codec, int num_layers, int layer,
          int num_kv_heads, int block_size, const Integers& query_starts, const Integers& context_lens,
          const Integers& table_starts, const Integers& block_ids, float scale, int window, float softcap,
-         const std::optional<BlockOffsets>& offsets, const std::optional<BlockCodecs>& codecs) {
+         const std::optional<BlockOffsets>& offsets, const std::optional<BlockCodecs>& codecs,
+         const OwnedTransforms* transforms) {
         const std::size_t num_heads = queries.shape(1);
         const std::size_t head_dim = queries.shape(2);
-        const Step step =
-            check_step(static_cast<std::int64_t>(queries.shape(0)), static_cast<std::int64_t>(num_heads),
-                       static_cast<std::int64_t>(head_dim), static_cast<std::int64_t>(arena.shape(0)),
-                       static_cast<std::int64_t>(arena.shape(1)), codec, num_layers, num_kv_heads, block_size,
-                       query_starts, context_lens, table_starts, block_ids, scale, window, softcap, {offsets, codecs});
+        const Step step = check_step(static_cast<std::int64_t>(queries.shape(0)), static_cast<std::int64_t>(num_heads),
+                                     static_cast<std::int64_t>(head_dim), static_cast<std::int64_t>(arena.shape(0)),
+                                     static_cast<std::int64_t>(arena.shape(1)), codec, num_layers, num_kv_heads,
+                                     block_size, query_starts, context_lens, table_starts, block_ids, scale, window,
+                                     softcap, {offsets, codecs, transforms});
         if (layer < 0 || layer >= num_layers) {
           refuse("layer must be below num_layers=" + std::to_string(num_layers) + ", received " +
                  std::to_string(layer));
@@ -208,23 +212,24 @@ void bind_attention(nb::module_& module) {
       nb::arg("num_layers"), nb::arg("layer"), nb::arg("num_kv_heads"), nb::arg("block_size"),
       nb::arg("query_starts").noconvert(), nb::arg("context_lens").noconvert(), nb::arg("table_starts").noconvert(),
       nb::arg("block_ids").noconvert(), nb::arg("scale"), nb::arg("window") = 0, nb::arg("softcap") = 0.0F,
-      nb::arg("offsets").noconvert() = nb::none(), nb::arg("codecs").noconvert() = nb::none());
+      nb::arg("offsets").noconvert() = nb::none(), nb::arg("codecs").noconvert() = nb::none(),
+      nb::arg("transforms") = nb::none());
 
   module.def(
       "attention_plan_info",
       [](int num_threads, int num_heads, int head_dim, int num_blocks, const std::string& codec, int num_kv_heads,
          int block_size, const Integers& query_starts, const Integers& context_lens, const Integers& table_starts,
          const Integers& block_ids, int window, int repetitions, const std::optional<BlockOffsets>& offsets,
-         const std::optional<BlockCodecs>& codecs) {
+         const std::optional<BlockCodecs>& codecs, const OwnedTransforms* transforms) {
         if (num_threads < 1 || repetitions < 1 || query_starts.shape(0) < 1) {
           refuse("expected num_threads and repetitions of at least 1, and a query_starts that is not empty");
         }
         check_head_dim(head_dim);
-        const std::int64_t block_bytes =
-            std::int64_t{2} * num_kv_heads * block_size * kv_row_bytes(kv_codec_from(codec), head_dim);
+        const std::int64_t block_bytes = kv_layer_bytes(
+            with_codec({kv_codec_from(codec), num_kv_heads, block_size, head_dim, 0, 0}, kv_codec_from(codec)));
         const Step step = check_step(query_starts.data()[query_starts.shape(0) - 1], num_heads, head_dim, num_blocks,
                                      block_bytes, codec, 1, num_kv_heads, block_size, query_starts, context_lens,
-                                     table_starts, block_ids, 1.0F, window, 0.0F, {offsets, codecs});
+                                     table_starts, block_ids, 1.0F, window, 0.0F, {offsets, codecs, transforms});
         AttentionPlan plan;
         double seconds = std::numeric_limits<double>::infinity();
         for (int i = 0; i < repetitions; ++i) {
@@ -246,21 +251,22 @@ void bind_attention(nb::module_& module) {
       nb::arg("codec"), nb::arg("num_kv_heads"), nb::arg("block_size"), nb::arg("query_starts").noconvert(),
       nb::arg("context_lens").noconvert(), nb::arg("table_starts").noconvert(), nb::arg("block_ids").noconvert(),
       nb::arg("window") = 0, nb::arg("repetitions") = 1, nb::arg("offsets").noconvert() = nb::none(),
-      nb::arg("codecs").noconvert() = nb::none());
+      nb::arg("codecs").noconvert() = nb::none(), nb::arg("transforms") = nb::none());
 
   module.def(
       "time_attention",
       [](Pool& pool, const Queries& queries, const Arena& arena, const std::string& codec, int num_layers,
          int num_kv_heads, int block_size, const Integers& query_starts, const Integers& context_lens,
          const Integers& table_starts, const Integers& block_ids, float scale, int window, float softcap,
-         int repetitions, const std::optional<BlockOffsets>& offsets, const std::optional<BlockCodecs>& codecs) {
+         int repetitions, const std::optional<BlockOffsets>& offsets, const std::optional<BlockCodecs>& codecs,
+         const OwnedTransforms* transforms) {
         const std::size_t num_heads = queries.shape(1);
         const std::size_t head_dim = queries.shape(2);
-        const Step step =
-            check_step(static_cast<std::int64_t>(queries.shape(0)), static_cast<std::int64_t>(num_heads),
-                       static_cast<std::int64_t>(head_dim), static_cast<std::int64_t>(arena.shape(0)),
-                       static_cast<std::int64_t>(arena.shape(1)), codec, num_layers, num_kv_heads, block_size,
-                       query_starts, context_lens, table_starts, block_ids, scale, window, softcap, {offsets, codecs});
+        const Step step = check_step(static_cast<std::int64_t>(queries.shape(0)), static_cast<std::int64_t>(num_heads),
+                                     static_cast<std::int64_t>(head_dim), static_cast<std::int64_t>(arena.shape(0)),
+                                     static_cast<std::int64_t>(arena.shape(1)), codec, num_layers, num_kv_heads,
+                                     block_size, query_starts, context_lens, table_starts, block_ids, scale, window,
+                                     softcap, {offsets, codecs, transforms});
         const nb::gil_scoped_release released;
         std::vector<float> out(queries.size());
         const auto stride = static_cast<std::ptrdiff_t>(num_heads * head_dim);
@@ -281,14 +287,15 @@ void bind_attention(nb::module_& module) {
       nb::arg("num_layers"), nb::arg("num_kv_heads"), nb::arg("block_size"), nb::arg("query_starts").noconvert(),
       nb::arg("context_lens").noconvert(), nb::arg("table_starts").noconvert(), nb::arg("block_ids").noconvert(),
       nb::arg("scale"), nb::arg("window") = 0, nb::arg("softcap") = 0.0F, nb::arg("repetitions") = 1,
-      nb::arg("offsets").noconvert() = nb::none(), nb::arg("codecs").noconvert() = nb::none());
+      nb::arg("offsets").noconvert() = nb::none(), nb::arg("codecs").noconvert() = nb::none(),
+      nb::arg("transforms") = nb::none());
 
   module.def(
       "encode_kv",
       [](const std::string& codec, const Queries& x) {
         const auto head_dim = static_cast<int>(x.shape(2));
         check_head_dim(head_dim);
-        const KvCodec format = kv_codec_from(codec);
+        const KvCodec format = kv_row_codec_from(codec);
         const int row_bytes = kv_row_bytes(format, head_dim);
         std::uint8_t* out = nullptr;
         auto result = make_array<Bytes>(x.shape(0), x.shape(1), static_cast<std::size_t>(row_bytes), out);

@@ -2,6 +2,8 @@
 
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <stdexcept>
@@ -17,7 +19,7 @@ namespace nb = nanobind;
 namespace kvist {
 namespace {
 
-constexpr const char* kCodecNames[kNumKvCodecs] = {"raw16", "int8"};
+constexpr const char* kCodecNames[kNumKvCodecs] = {"raw16", "int8", "int4", "int3"};
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("[native] " + what); }
 
@@ -29,12 +31,55 @@ KvCodec kv_codec_from(const std::string& name) {
       return static_cast<KvCodec>(codec);
     }
   }
-  refuse("the codec must be raw16 or int8, received '" + name + "'");
+  refuse("the codec must be raw16, int8, int4 or int3, received '" + name + "'");
+}
+
+KvCodec kv_row_codec_from(const std::string& name) {
+  const KvCodec codec = kv_codec_from(name);
+  if (kv_codec_bits(codec) != 0) {
+    refuse("rows are written in raw16 or int8, received '" + name + "'");
+  }
+  return codec;
+}
+
+OwnedTransforms::OwnedTransforms(const Array& mean, const Array& key_balance, const Array& value_balance) {
+  for (int axis = 0; axis < 3; ++axis) {
+    const auto size = static_cast<std::size_t>(axis);
+    if (mean.shape(size) != key_balance.shape(size) || mean.shape(size) != value_balance.shape(size)) {
+      refuse("mean, key_balance and value_balance must be of the same shape, (L, K, D)");
+    }
+    shape_[size] = static_cast<std::int64_t>(mean.shape(size));
+  }
+  const std::size_t count = mean.size();
+  values_.reserve(3 * count);
+  for (const Array* part : {&mean, &key_balance, &value_balance}) {
+    values_.insert(values_.end(), part->data(), part->data() + count);
+  }
+  const auto is_bad = [&](std::size_t i) { return !std::isfinite(values_[i]) || (i >= count && !(values_[i] > 0.0F)); };
+  for (std::size_t i = 0; i < values_.size(); ++i) {
+    if (is_bad(i)) {
+      refuse("transforms must be finite, and balances above 0; received " + std::to_string(values_[i]));
+    }
+  }
+  transforms_ = {values_.data(), values_.data() + count, values_.data() + 2 * count};
+}
+
+const KvTransforms* OwnedTransforms::of(int num_layers, int num_kv_heads, int head_dim) const {
+  if (shape_ != std::array<std::int64_t, 3>{num_layers, num_kv_heads, head_dim}) {
+    refuse("transforms must be of " + std::to_string(num_layers) + " layers, " + std::to_string(num_kv_heads) +
+           " KV heads and " + std::to_string(head_dim) + " channels, received " + std::to_string(shape_[0]) + ", " +
+           std::to_string(shape_[1]) + " and " + std::to_string(shape_[2]));
+  }
+  return &transforms_;
 }
 
 BlockPlaces::BlockPlaces(const KvLayout& layout, int num_layers, std::int64_t num_rows, std::int64_t row_bytes,
-                         const std::optional<BlockOffsets>& offsets, const std::optional<BlockCodecs>& codecs)
-    : num_blocks_(num_rows), arena_bytes_(num_rows * row_bytes), written_(layout.codec) {
+                         const std::optional<BlockOffsets>& offsets, const std::optional<BlockCodecs>& codecs,
+                         const OwnedTransforms* transforms)
+    : layout_(layout), num_blocks_(num_rows), arena_bytes_(num_rows * row_bytes) {
+  if (transforms != nullptr) {
+    transforms_ = transforms->of(num_layers, layout.num_kv_heads, layout.head_dim);
+  }
   for (int codec = 0; codec < kNumKvCodecs; ++codec) {
     block_bytes_[codec] = num_layers * kv_layer_bytes(with_codec(layout, static_cast<KvCodec>(codec)));
   }
@@ -49,9 +94,26 @@ BlockPlaces::BlockPlaces(const KvLayout& layout, int num_layers, std::int64_t nu
     num_blocks_ = static_cast<std::int64_t>(offsets->shape(0));
     offsets_ = offsets->data();
     codecs_ = codecs->data();
-  } else if (row_bytes != block_bytes_[static_cast<int>(layout.codec)]) {
+    return;
+  }
+  check_codec(layout.codec);
+  if (row_bytes != block_bytes_[static_cast<int>(layout.codec)]) {
     refuse("a block of this layout has " + std::to_string(block_bytes_[static_cast<int>(layout.codec)]) +
            " bytes, the arena's have " + std::to_string(row_bytes));
+  }
+}
+
+void BlockPlaces::check_codec(KvCodec codec) const {
+  if (kv_codec_bits(codec) == 0) {
+    return;
+  }
+  const char* const name = kCodecNames[static_cast<int>(codec)];
+  if (layout_.block_size % kSpanTokens != 0) {
+    refuse(std::string(name) + " blocks have a multiple of 64 positions, received block_size " +
+           std::to_string(layout_.block_size));
+  }
+  if (transforms_ == nullptr) {
+    refuse(std::string(name) + " blocks cannot be read without transforms");
   }
 }
 
@@ -69,6 +131,7 @@ void BlockPlaces::check_readable(std::int64_t id) const {
   if (codec >= kNumKvCodecs) {
     refuse("block id " + std::to_string(id) + " has the codec " + std::to_string(codec) + ", which is none");
   }
+  check_codec(static_cast<KvCodec>(codec));
   if (offsets_[id] < 0 || offsets_[id] > arena_bytes_ - block_bytes_[codec]) {
     refuse("block id " + std::to_string(id) + " is at " + std::to_string(offsets_[id]) + ", not in an arena of " +
            std::to_string(arena_bytes_) + " bytes");
@@ -76,8 +139,8 @@ void BlockPlaces::check_readable(std::int64_t id) const {
 }
 
 void BlockPlaces::check_writable(std::int64_t id) const {
-  if (codecs_ != nullptr && codecs_[id] != static_cast<std::uint8_t>(written_)) {
-    refuse("block id " + std::to_string(id) + " is to be written in " + kCodecNames[static_cast<int>(written_)] +
+  if (codecs_ != nullptr && codecs_[id] != static_cast<std::uint8_t>(layout_.codec)) {
+    refuse("block id " + std::to_string(id) + " is to be written in " + kCodecNames[static_cast<int>(layout_.codec)] +
            " and is in " + kCodecNames[codecs_[id]]);
   }
 }
@@ -85,6 +148,11 @@ void BlockPlaces::check_writable(std::int64_t id) const {
 void bind_kv(nb::module_& module) {
   using Source = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
   using Target = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+  nb::class_<OwnedTransforms>(module, "KvTransforms")
+      .def(nb::init<const OwnedTransforms::Array&, const OwnedTransforms::Array&, const OwnedTransforms::Array&>(),
+           nb::arg("mean").noconvert(), nb::arg("key_balance").noconvert(), nb::arg("value_balance").noconvert(),
+           "Copies what int4 and int3 know of a model: (L, K, D) float32 each.");
+
   module.def(
       "kv_codecs",
       [] {
@@ -117,8 +185,8 @@ void bind_kv(nb::module_& module) {
         }
         const KvLayout layout =
             with_codec({KvCodec::kRaw16, num_kv_heads, block_size, head_dim, 0, 0}, KvCodec::kRaw16);
-        const KvRecode recode = {with_codec(layout, kv_codec_from(source_codec)),
-                                 with_codec(layout, kv_codec_from(target_codec)), num_layers, num_tokens};
+        const KvRecode recode = {with_codec(layout, kv_row_codec_from(source_codec)),
+                                 with_codec(layout, kv_row_codec_from(target_codec)), num_layers, num_tokens};
         const auto check_size = [&](std::size_t size, const KvLayout& of, const char* what) {
           if (static_cast<std::int64_t>(size) != num_layers * kv_layer_bytes(of)) {
             refuse("the " + std::string(what) + " must have the " + std::to_string(num_layers * kv_layer_bytes(of)) +

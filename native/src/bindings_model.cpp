@@ -80,12 +80,14 @@ class BoundModel {
 
   // sequences: (first position, token ids, block table, of how many of the last tokens the logits are wanted), each.
   // codec: of the blocks that the step writes, and of all blocks where there are no offsets and codecs by block id.
+  // transforms: needed where blocks are int4 or int3.
   nb::tuple step(Pool& pool, const MutableArray<std::uint8_t, 2>& arena, const std::string& codec, int block_size,
                  const nb::list& sequences, const MutableArray<float, 2>& logits,
-                 const std::optional<BlockOffsets>& offsets, const std::optional<BlockCodecs>& codecs) {
-    const KvLayout layout = layout_of(kv_codec_from(codec), block_size);
+                 const std::optional<BlockOffsets>& offsets, const std::optional<BlockCodecs>& codecs,
+                 const OwnedTransforms* transforms) {
+    const KvLayout layout = layout_of(kv_row_codec_from(codec), block_size);
     const BlockPlaces places(layout, num_layers_, static_cast<std::int64_t>(arena.shape(0)),
-                             static_cast<std::int64_t>(arena.shape(1)), offsets, codecs);
+                             static_cast<std::int64_t>(arena.shape(1)), offsets, codecs, transforms);
     token_ids_.clear();
     positions_.clear();
     slots_.clear();
@@ -113,7 +115,8 @@ class BoundModel {
                                arena.data(),
                                layout,
                                num_logits,
-                               logit_rows_.data()};
+                               logit_rows_.data(),
+                               places.transforms()};
     {
       const nb::gil_scoped_release release;
       model_->step(pool, inputs, {logits.data(), best_.data(), is_finite_.data()});
@@ -273,7 +276,7 @@ void bind_model(nb::module_& module) {
       .def("phase_ns", &BoundModel::phase_ns)
       .def("step", &BoundModel::step, nb::arg("pool"), nb::arg("arena"), nb::arg("codec"), nb::arg("block_size"),
            nb::arg("sequences"), nb::arg("logits"), nb::arg("offsets").noconvert() = nb::none(),
-           nb::arg("codecs").noconvert() = nb::none());
+           nb::arg("codecs").noconvert() = nb::none(), nb::arg("transforms") = nb::none());
 }
 
 }  // namespace kvist

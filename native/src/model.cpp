@@ -183,7 +183,7 @@ Model::Run::Run(Model& model, Pool& pool, const StepInputs& inputs, const StepOu
   }
   for (const int window : model.windows_) {
     const AttentionShape attention = {inputs.layout, shape_.num_heads, shape_.attention_scale, shape_.attention_softcap,
-                                      window};
+                                      window,        inputs.transforms};
     AttentionPlan& plan = b.plans[window];
     plan.assign(model.isa_, attention, inputs.batch, pool.num_threads());
     plans_[window] = &plan;

@@ -66,15 +66,14 @@ void rope(float* head, const float* cos, const float* sin, int half) noexcept {
   }
 }
 
-void turn(float* head, const HeadTurn& turn) noexcept {
-  const int power = turn.power;
-  const int odd = turn.odd;
-  const int n = power * odd;
+void apply_signs(float* head, const HeadTurn& turn) noexcept {
   const float* signs = turn.signs;
-  const float* cosines = turn.cosines;
-  for (int i = 0; i < n; ++i) {
+  for (int i = 0; i < turn.power * turn.odd; ++i) {
     head[i] *= signs[i];
   }
+}
+
+void walsh_hadamard(float* head, int power, int n) noexcept {
   for (int step = 1; step < power; step *= 2) {
     for (int first = 0; first < n; first += 2 * step) {
       for (int i = first; i < first + step; ++i) {
@@ -85,6 +84,12 @@ void turn(float* head, const HeadTurn& turn) noexcept {
       }
     }
   }
+}
+
+// A matrix across the runs: of the cosines, where a step to the next row is `odd`, or its transpose.
+void apply_cosines(float* head, const HeadTurn& turn, int row_step, int column_step) noexcept {
+  const int power = turn.power;
+  const int odd = turn.odd;
   if (odd == 1) {
     return;
   }
@@ -96,11 +101,23 @@ void turn(float* head, const HeadTurn& turn) noexcept {
     for (int run = 0; run < odd; ++run) {
       float sum = 0.0F;
       for (int other = 0; other < odd; ++other) {
-        sum += cosines[run * odd + other] * column[other];
+        sum += turn.cosines[run * row_step + other * column_step] * column[other];
       }
       head[run * power + i] = sum;
     }
   }
+}
+
+void turn(float* head, const HeadTurn& turn) noexcept {
+  apply_signs(head, turn);
+  walsh_hadamard(head, turn.power, turn.power * turn.odd);
+  apply_cosines(head, turn, turn.odd, 1);
+}
+
+void turn_back(float* head, const HeadTurn& turn) noexcept {
+  apply_cosines(head, turn, 1, turn.odd);
+  walsh_hadamard(head, turn.power, turn.power * turn.odd);
+  apply_signs(head, turn);
 }
 
 BestToken best_token(const float* logits, int n) noexcept {
@@ -140,6 +157,6 @@ BestToken best_token(const float* logits, int n) noexcept {
 }  // namespace
 
 extern const RowwiseKernels KVIST_ROWWISE_TABLE;
-const RowwiseKernels KVIST_ROWWISE_TABLE = {embed, rms_norm, add_rms_norm, rope, turn, best_token};
+const RowwiseKernels KVIST_ROWWISE_TABLE = {embed, rms_norm, add_rms_norm, rope, turn, turn_back, best_token};
 
 }  // namespace kvist

@@ -517,7 +517,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
 
     run()
     for changed, message in [
-        ({"codec": "int7"}, "raw16 or int8"),
+        ({"codec": "int7"}, "raw16, int8, int4 or int3"),
         ({"codec": "raw16"}, "bytes"),
         ({"num_layers": 3}, "bytes"),
         ({"layer": 2}, "layer must be below"),

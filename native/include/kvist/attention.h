@@ -5,8 +5,11 @@
 // in the blocks already. Positions no query may see are never read.
 //
 // A block is (L, 2, K, P, N) row-major: per layer, K then V, per KV head, P positions of `row_bytes` each, in the
-// format of a codec (kv_codec.h). The blocks of an arena are all of one codec, block b at b * block_stride, or each of
-// its own, wherever two tables by block id say.
+// format of a codec (kv_codec.h); or, in int4 and int3, (L, P / 64, K) records (kv_span.h). The blocks of an arena are
+// all of one codec, block b at b * block_stride, or each of its own, wherever two tables by block id say.
+//
+// Where blocks are in a codec other than raw16, or of several, queries come turned (rowwise.h), and so were the keys of
+// raw16 and int8. Records have a basis of their own: items over them take queries there and bring their sums back.
 //
 // The work is planned once per step and window, and used by every layer: items for the pool, and merges of items that
 // saw different parts of one row's keys (by log-sum-exp). Blocks that several sequences share, as the block tables
@@ -25,21 +28,24 @@
 
 #include "kvist/isa.h"
 #include "kvist/kv_codec.h"
+#include "kvist/kv_span.h"
 
 namespace kvist {
 
 struct KvLayout {
   KvCodec codec;
   int num_kv_heads;           // K
-  int block_size;             // P
+  int block_size;             // P; a multiple of 64 in int4 and int3
   int head_dim;               // D, a multiple of 8 up to 256
-  int row_bytes;              // N * element size
+  int row_bytes;              // N * element size; 0 in int4 and int3
   std::int64_t block_stride;  // bytes from one block to the next, all layers in between; unused where tables say
 };
 
 // Bytes of one layer of a block.
 static constexpr std::int64_t kv_layer_bytes(const KvLayout& layout) {
-  return std::int64_t{2} * layout.num_kv_heads * layout.block_size * layout.row_bytes;
+  const int bits = kv_codec_bits(layout.codec);
+  return bits != 0 ? layout.block_size / kSpanTokens * layout.num_kv_heads * kv_record_bytes(bits, layout.head_dim)
+                   : std::int64_t{2} * layout.num_kv_heads * layout.block_size * layout.row_bytes;
 }
 
 // The same blocks in another codec.
@@ -49,9 +55,10 @@ static constexpr KvLayout with_codec(KvLayout layout, KvCodec codec) {
   return layout;
 }
 
-// One layer's K and V: base points at layer l of a block that starts at offset 0.
+// One layer's K and V: base points at layer `index` of a block that starts at offset 0.
 struct KvLayer {
   const std::uint8_t* base;
+  int index;
 };
 
 struct AttentionBatch {
@@ -75,6 +82,8 @@ struct AttentionShape {
   float scale;
   float softcap;  // 0: none
   int window;     // keys a query sees at most, itself included; 0: all
+  // Needed where blocks are int4 or int3. Must outlive the plan.
+  const KvTransforms* transforms = nullptr;
 };
 
 // Where queries come from and results go; rows are float32.

@@ -8,6 +8,8 @@
 //            [-127, 127]; a group of zeros has scale 0
 //
 // Rows follow each other without padding, so a row of int8 starts at any even or odd address.
+//
+// int4 and int3 have no rows: 64 positions are encoded together, when their block is complete (kv_span.h).
 #pragma once
 
 #include <bit>
@@ -18,19 +20,25 @@
 
 namespace kvist {
 
-enum class KvCodec : int { kRaw16 = 0, kInt8 = 1 };
+enum class KvCodec : int { kRaw16 = 0, kInt8 = 1, kInt4 = 2, kInt3 = 3 };
 
-inline constexpr int kNumKvCodecs = 2;
+inline constexpr int kNumKvCodecs = 4;
 
 inline constexpr int kKvGroup = 64;  // values that share a scale in int8
 
 static constexpr int kv_num_groups(int head_dim) { return (head_dim + kKvGroup - 1) / kKvGroup; }
 
-// Whether keys are turned (rowwise.h) before they are encoded, and queries before they meet them.
-static constexpr bool kv_turns_keys(KvCodec codec) { return codec == KvCodec::kInt8; }
+// Whether queries are turned (rowwise.h) before they meet the keys of blocks of this codec.
+static constexpr bool kv_turns_keys(KvCodec codec) { return codec != KvCodec::kRaw16; }
 
+// Bits of a code of the codecs that encode spans; 0 for those that encode rows.
+static constexpr int kv_codec_bits(KvCodec codec) {
+  return codec == KvCodec::kInt4 ? 4 : codec == KvCodec::kInt3 ? 3 : 0;
+}
+
+// 0 for codecs without rows.
 static constexpr int kv_row_bytes(KvCodec codec, int head_dim) {
-  return codec == KvCodec::kRaw16 ? 2 * head_dim : head_dim + 2 * kv_num_groups(head_dim);
+  return codec == KvCodec::kRaw16 ? 2 * head_dim : codec == KvCodec::kInt8 ? head_dim + 2 * kv_num_groups(head_dim) : 0;
 }
 
 // Writes head_dim float32 values as one row. Returns false, with unspecified bytes in the row, when a value is not

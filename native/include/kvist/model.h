@@ -71,6 +71,7 @@ struct StepInputs {
   KvLayout layout;                 // of the blocks that the step writes
   int num_logits;                  // S
   const std::int32_t* logit_rows;  // (S,) ascending
+  const KvTransforms* transforms;  // null: no block is int4 or int3
 };
 
 struct StepOutputs {

@@ -38,6 +38,8 @@ struct RowwiseKernels {
   void (*rope)(float* head, const float* cos, const float* sin, int half);
   // Turns a head in place: signs, Walsh-Hadamard within each run of `power` values, cosines across the runs.
   void (*turn)(float* head, const HeadTurn& turn);
+  // The way back: cosines across the runs, Walsh-Hadamard, signs.
+  void (*turn_back)(float* head, const HeadTurn& turn);
   BestToken (*best_token)(const float* logits, int n);
 };
 
