@@ -33,9 +33,10 @@ NB_MODULE(_native, module) {
       [](const std::string& name, const std::string& falsify) {
         const kvist::Isa isa = kvist::find_isa(name);
         if (!falsify.empty() && falsify != "linear" && falsify != "attention" && falsify != "spans" &&
-            falsify != "codec" && falsify != "rowwise") {
+            falsify != "codec" && falsify != "span codec" && falsify != "rowwise") {
           throw std::invalid_argument(
-              "[native] falsify must be linear, attention, spans, codec or rowwise, received '" + falsify + "'");
+              "[native] falsify must be linear, attention, spans, codec, span codec or rowwise, received '" + falsify +
+              "'");
         }
         const nb::gil_scoped_release release;
         return kvist::self_check(isa, falsify);

@@ -23,6 +23,27 @@ constexpr const char* kCodecNames[kNumKvCodecs] = {"raw16", "int8", "int4", "int
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("[native] " + what); }
 
+// What int4 and int3 ask for on either side of a change.
+void check_spans(const KvRecode& recode, const std::string& source_codec, const std::string& target_codec) {
+  const bool reads_spans = kv_codec_bits(recode.source.codec) != 0;
+  const bool writes_spans = kv_codec_bits(recode.target.codec) != 0;
+  if (!reads_spans && !writes_spans) {
+    return;
+  }
+  const std::string& name = writes_spans ? target_codec : source_codec;
+  const int block_size = recode.target.block_size;
+  if (block_size % kSpanTokens != 0) {
+    refuse("block_size must be a multiple of 64 for " + name + ", received " + std::to_string(block_size));
+  }
+  if (writes_spans && recode.num_tokens != block_size) {
+    refuse("num_tokens must be the whole block of " + std::to_string(block_size) + " for the target_codec " + name +
+           ", received " + std::to_string(recode.num_tokens));
+  }
+  if (recode.source.codec != recode.target.codec && recode.transforms == nullptr) {
+    refuse("transforms are needed between " + source_codec + " and " + target_codec);
+  }
+}
+
 }  // namespace
 
 KvCodec kv_codec_from(const std::string& name) {
@@ -168,7 +189,7 @@ void bind_kv(nb::module_& module) {
       "recode_block",
       [](Pool& pool, const Source& source, const Target& target, const std::string& source_codec,
          const std::string& target_codec, int num_layers, int num_kv_heads, int block_size, int head_dim,
-         int num_tokens) {
+         int num_tokens, const OwnedTransforms* transforms) {
         if (head_dim < 8 || head_dim > 256 || head_dim % 8 != 0) {
           refuse("head_dim must be a multiple of 8 up to 256, received " + std::to_string(head_dim));
         }
@@ -185,8 +206,12 @@ void bind_kv(nb::module_& module) {
         }
         const KvLayout layout =
             with_codec({KvCodec::kRaw16, num_kv_heads, block_size, head_dim, 0, 0}, KvCodec::kRaw16);
-        const KvRecode recode = {with_codec(layout, kv_row_codec_from(source_codec)),
-                                 with_codec(layout, kv_row_codec_from(target_codec)), num_layers, num_tokens};
+        KvRecode recode = {with_codec(layout, kv_codec_from(source_codec)),
+                           with_codec(layout, kv_codec_from(target_codec)), num_layers, num_tokens};
+        if (transforms != nullptr) {
+          recode.transforms = transforms->of(num_layers, num_kv_heads, head_dim);
+        }
+        check_spans(recode, source_codec, target_codec);
         const auto check_size = [&](std::size_t size, const KvLayout& of, const char* what) {
           if (static_cast<std::int64_t>(size) != num_layers * kv_layer_bytes(of)) {
             refuse("the " + std::string(what) + " must have the " + std::to_string(num_layers * kv_layer_bytes(of)) +
@@ -203,9 +228,11 @@ void bind_kv(nb::module_& module) {
       },
       nb::arg("pool"), nb::arg("source").noconvert(), nb::arg("target").noconvert(), nb::kw_only(),
       nb::arg("source_codec"), nb::arg("target_codec"), nb::arg("num_layers"), nb::arg("num_kv_heads"),
-      nb::arg("block_size"), nb::arg("head_dim"), nb::arg("num_tokens"),
-      "Writes the first positions of a block into another one of another codec or the same. Returns how many K or V "
-      "rows had values beyond the target's range, which were held within it.");
+      nb::arg("block_size"), nb::arg("head_dim"), nb::arg("num_tokens"), nb::arg("transforms").none() = nb::none(),
+      "Writes the first positions of a block into another one of another codec or the same; all of them into int4 and "
+      "int3, which need transforms, to be read as well as to be written. K of raw16 and int8 is turned where a block "
+      "becomes or was int4 or int3. Returns how many K or V rows, of int4 and int3 turned components, had values "
+      "beyond the target's range, which were held within it.");
 }
 
 }  // namespace kvist

@@ -5,13 +5,15 @@
 #include <cmath>
 #include <cstring>
 
+#include "aligned.h"
 #include "kvist/common.h"
 #include "kvist/kv_codec.h"
+#include "kvist/kv_span_codec.h"
+#include "kvist/rowwise.h"
 
 namespace kvist {
 namespace {
 
-constexpr int kMaxHeadDim = 256;
 constexpr float kLargestInt8 = 65504.0F * 127.0F;  // the largest half times the largest code
 constexpr std::uint16_t kNanHalf = 0x7e00;
 
@@ -65,38 +67,175 @@ bool encode_held_row(EncodeKvRow encode, KvCodec codec, int head_dim, float* x, 
   return was_held;
 }
 
+// The change of one block, in items that any thread may take.
+class Recoding {
+ public:
+  Recoding(Isa isa, const KvRecode& recode, const std::uint8_t* source, std::uint8_t* target)
+      : recode_(recode),
+        from_(recode.source),
+        to_(recode.target),
+        source_(source),
+        target_(target),
+        encode_row_(encode_kv_row(isa)),
+        spans_(kv_span_kernels(isa)),
+        from_bits_(kv_codec_bits(from_.codec)),
+        to_bits_(kv_codec_bits(to_.codec)) {
+    if (from_.codec == to_.codec) {
+      kind_ = from_bits_ == 0 ? Kind::kRows : Kind::kCopy;
+    } else {
+      kind_ = from_bits_ == 0 && to_bits_ == 0 ? Kind::kRows : Kind::kSpans;
+    }
+    if (kind_ == Kind::kSpans) {
+      turn_ = head_turn(from_.head_dim);
+    }
+  }
+
+  int num_items() const {
+    const int num_heads = recode_.num_layers * from_.num_kv_heads;
+    switch (kind_) {
+      case Kind::kRows:
+        return ceil_div(2 * num_heads, planes_per_item());
+      case Kind::kCopy:
+        return recode_.num_layers;
+      case Kind::kSpans:
+        return num_heads * ceil_div(recode_.num_tokens, kSpanTokens);
+    }
+    return 0;
+  }
+
+  // Per thread, aligned to kAlignment.
+  std::size_t scratch_bytes() const {
+    return kind_ == Kind::kSpans ? 2 * rows_bytes() + round_up(kv_span_scratch_bytes(from_.head_dim), kAlignment) : 0;
+  }
+
+  // Returns how much was held.
+  int run(int item, std::uint8_t* scratch) const {
+    int num_held = 0;
+    switch (kind_) {
+      case Kind::kRows:
+        for (int plane = item * planes_per_item(); plane < (item + 1) * planes_per_item(); ++plane) {
+          num_held += plane < recode_.num_layers * 2 * from_.num_kv_heads ? recode_plane(plane) : 0;
+        }
+        break;
+      case Kind::kCopy: {
+        const std::int64_t layer_bytes = kv_layer_bytes(to_);
+        std::memcpy(target_ + item * layer_bytes, source_ + item * layer_bytes, static_cast<std::size_t>(layer_bytes));
+        break;
+      }
+      case Kind::kSpans:
+        num_held = recode_span(item, scratch);
+        break;
+    }
+    return num_held;
+  }
+
+ private:
+  enum class Kind { kRows, kCopy, kSpans };
+
+  // A plane: P rows of one layer, K or V, and KV head.
+  int planes_per_item() const { return std::max(1, 256 / std::max(1, recode_.num_tokens)); }
+
+  std::size_t rows_bytes() const { return static_cast<std::size_t>(kSpanTokens * from_.head_dim) * sizeof(float); }
+
+  int recode_plane(std::int64_t plane) const {
+    const std::uint8_t* row = source_ + plane * from_.block_size * from_.row_bytes;
+    std::uint8_t* out = target_ + plane * to_.block_size * to_.row_bytes;
+    if (from_.codec == to_.codec) {
+      std::memcpy(out, row, static_cast<std::size_t>(recode_.num_tokens) * static_cast<std::size_t>(to_.row_bytes));
+      return 0;
+    }
+    float x[kMaxHeadDim];
+    int num_held = 0;
+    for (int i = 0; i < recode_.num_tokens; ++i, row += from_.row_bytes, out += to_.row_bytes) {
+      decode_row(from_.codec, from_.head_dim, row, x);
+      num_held += encode_row(x, out);
+    }
+    return num_held;
+  }
+
+  // A record at one end or both, by number among those with positions to write.
+  int recode_span(int item, std::uint8_t* scratch) const {
+    const int head = item % from_.num_kv_heads;
+    const int rest = item / from_.num_kv_heads;
+    const int num_spans = ceil_div(recode_.num_tokens, kSpanTokens);
+    const int span = rest % num_spans;
+    const int layer = rest / num_spans;
+    auto* keys = reinterpret_cast<float*>(scratch);
+    auto* values = reinterpret_cast<float*>(scratch + rows_bytes());
+    void* inner = scratch + 2 * rows_bytes();
+    const std::int64_t numbers = (std::int64_t{layer} * from_.num_kv_heads + head) * from_.head_dim;
+    const KvSpanHead with = {&turn_, recode_.transforms->mean + numbers, recode_.transforms->key_balance + numbers,
+                             recode_.transforms->value_balance + numbers};
+    if (from_bits_ != 0) {
+      spans_.decode(from_bits_, with, source_ + record_at(from_, from_bits_, layer, span, head), keys, values, inner);
+    } else {
+      read_rows(layer, 0, head, span, keys);
+      read_rows(layer, 1, head, span, values);
+    }
+    if (to_bits_ != 0) {
+      return spans_.encode(to_bits_, with, keys, values, target_ + record_at(to_, to_bits_, layer, span, head), inner);
+    }
+    return write_rows(layer, 0, head, span, keys) + write_rows(layer, 1, head, span, values);
+  }
+
+  static std::int64_t record_at(const KvLayout& layout, int bits, int layer, int span, int head) {
+    const std::int64_t record = std::int64_t{layer} * (layout.block_size / kSpanTokens) + span;
+    return (record * layout.num_kv_heads + head) * kv_record_bytes(bits, layout.head_dim);
+  }
+
+  static std::int64_t row_at(const KvLayout& layout, int layer, int k_or_v, int head, int position) {
+    const std::int64_t plane = (std::int64_t{layer} * 2 + k_or_v) * layout.num_kv_heads + head;
+    return (plane * layout.block_size + position) * layout.row_bytes;
+  }
+
+  void read_rows(int layer, int k_or_v, int head, int span, float* rows) const {
+    const std::uint8_t* row = source_ + row_at(from_, layer, k_or_v, head, span * kSpanTokens);
+    for (int t = 0; t < kSpanTokens; ++t) {
+      decode_row(from_.codec, from_.head_dim, row + std::ptrdiff_t{t} * from_.row_bytes, rows + t * from_.head_dim);
+    }
+  }
+
+  int write_rows(int layer, int k_or_v, int head, int span, float* rows) const {
+    std::uint8_t* out = target_ + row_at(to_, layer, k_or_v, head, span * kSpanTokens);
+    const int count = std::min(kSpanTokens, recode_.num_tokens - span * kSpanTokens);
+    int num_held = 0;
+    for (int t = 0; t < count; ++t) {
+      num_held += encode_row(rows + t * to_.head_dim, out + std::ptrdiff_t{t} * to_.row_bytes);
+    }
+    return num_held;
+  }
+
+  int encode_row(float* x, std::uint8_t* out) const {
+    const bool fits = encode_row_(to_.codec, to_.head_dim, x, out);
+    return !fits && encode_held_row(encode_row_, to_.codec, to_.head_dim, x, out) ? 1 : 0;
+  }
+
+  const KvRecode& recode_;
+  const KvLayout& from_;
+  const KvLayout& to_;
+  const std::uint8_t* source_;
+  std::uint8_t* target_;
+  EncodeKvRow encode_row_;
+  const KvSpanKernels& spans_;
+  int from_bits_;
+  int to_bits_;
+  Kind kind_;
+  HeadTurn turn_;
+};
+
 }  // namespace
 
 std::int64_t recode_block(Pool& pool, Isa isa, const KvRecode& recode, const std::uint8_t* source,
                           std::uint8_t* target) {
-  const KvLayout& from = recode.source;
-  const KvLayout& to = recode.target;
-  const EncodeKvRow encode = encode_kv_row(isa);
-  const int num_planes = recode.num_layers * 2 * from.num_kv_heads;  // of P rows each
-  const int planes_per_item = std::max(1, 256 / std::max(1, recode.num_tokens));
-  const int num_items = ceil_div(num_planes, planes_per_item);
+  const Recoding recoding(isa, recode, source, target);
+  const int num_items = recoding.num_items();
+  AlignedBuffer<std::uint8_t> scratch;
+  scratch.at_least(recoding.scratch_bytes() * static_cast<std::size_t>(pool.num_threads()));
   std::atomic<std::int64_t> num_held{0};
-  const auto recode_plane = [&](std::int64_t plane) {
-    const std::uint8_t* row = source + plane * from.block_size * from.row_bytes;
-    std::uint8_t* out = target + plane * to.block_size * to.row_bytes;
-    if (from.codec == to.codec) {
-      std::memcpy(out, row, static_cast<std::size_t>(recode.num_tokens) * static_cast<std::size_t>(to.row_bytes));
-      return;
-    }
-    float x[kMaxHeadDim];
-    for (int i = 0; i < recode.num_tokens; ++i, row += from.row_bytes, out += to.row_bytes) {
-      decode_row(from.codec, from.head_dim, row, x);
-      if (!encode(to.codec, to.head_dim, x, out) && encode_held_row(encode, to.codec, to.head_dim, x, out)) {
-        num_held.fetch_add(1, std::memory_order_relaxed);
-      }
-    }
-  };
   pool.run([&](Worker& worker) {
+    std::uint8_t* own = scratch.data() + recoding.scratch_bytes() * static_cast<std::size_t>(worker.index());
     for (int item = worker.claim(num_items); item >= 0; item = worker.claim(num_items)) {
-      const int last = std::min(num_planes, (item + 1) * planes_per_item);
-      for (int plane = item * planes_per_item; plane < last; ++plane) {
-        recode_plane(plane);
-      }
+      num_held.fetch_add(recoding.run(item, own), std::memory_order_relaxed);
     }
   });
   return num_held.load();

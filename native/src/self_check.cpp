@@ -9,12 +9,14 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "aligned.h"
 #include "kvist/attention.h"
 #include "kvist/kv_codec.h"
 #include "kvist/kv_span.h"
+#include "kvist/kv_span_codec.h"
 #include "kvist/linear.h"
 #include "kvist/rowwise.h"
 
@@ -260,6 +262,38 @@ std::string check_codec(Isa isa, bool falsified) {
   return "";
 }
 
+std::string check_span_codec(Isa isa, bool falsified) {
+  Values values;
+  for (const int bits : {4, 3}) {
+    for (const int head_dim : {64, 80}) {
+      const auto count = static_cast<std::size_t>(head_dim) * kSpanTokens;
+      const HeadTurn turn = head_turn(head_dim);
+      const std::vector<float> mean = values.take(static_cast<std::size_t>(head_dim));
+      const std::vector<float> balance(static_cast<std::size_t>(head_dim), 1.25F);
+      const KvSpanHead head{&turn, mean.data(), balance.data(), balance.data()};
+      const std::vector<float> keys = values.take(count);
+      const std::vector<float> rows = values.take(count);
+      AlignedBuffer<std::uint8_t> scratch;
+      scratch.at_least(kv_span_scratch_bytes(head_dim));
+      // The bytes, and the K and V that they stand for.
+      const auto run = [&](const KvSpanKernels& kernels) {
+        std::vector<std::uint8_t> record(static_cast<std::size_t>(kv_record_bytes(bits, head_dim)));
+        std::vector<float> turned = keys;
+        std::vector<float> read(2 * count);
+        kernels.encode(bits, head, turned.data(), rows.data(), record.data(), scratch.data());
+        kernels.decode(bits, head, record.data(), read.data(), read.data() + count, scratch.data());
+        return std::pair(record, read);
+      };
+      auto got = run(kv_span_kernels(isa));
+      got.first[got.first.size() / 2] ^= falsified ? 1U : 0U;
+      if (got != run(kv_span_kernels(Isa::kSerial))) {
+        return "spans in int" + std::to_string(bits) + ", head_dim " + std::to_string(head_dim);
+      }
+    }
+  }
+  return "";
+}
+
 std::string check_rowwise(Isa isa, bool falsified) {
   constexpr int kSize = 107;
   constexpr int kHalf = 36;
@@ -284,11 +318,8 @@ std::string self_check(Isa isa, std::string_view falsify) {
     const char* name;
     std::string (*check)(Isa isa, bool falsified);
   };
-  constexpr Part kParts[] = {{"codec", check_codec},
-                             {"rowwise", check_rowwise},
-                             {"linear", check_linear},
-                             {"attention", check_attention},
-                             {"spans", check_spans}};
+  constexpr Part kParts[] = {{"codec", check_codec},   {"span codec", check_span_codec}, {"rowwise", check_rowwise},
+                             {"linear", check_linear}, {"attention", check_attention},   {"spans", check_spans}};
   if (isa == Isa::kSerial) {
     return "";
   }

@@ -81,9 +81,9 @@ def kv_codecs() -> list:
     Names of the formats of K and V, in the order of their numbers in tables by block id.
     """
 
-def recode_block(pool: Pool, source: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], target: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu')], *, source_codec: str, target_codec: str, num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, num_tokens: int) -> int:
+def recode_block(pool: Pool, source: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], target: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu')], *, source_codec: str, target_codec: str, num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, num_tokens: int, transforms: KvTransforms | None = None) -> int:
     """
-    Writes the first positions of a block into another one of another codec or the same. Returns how many K or V rows had values beyond the target's range, which were held within it.
+    Writes the first positions of a block into another one of another codec or the same; all of them into int4 and int3, which need transforms, to be read as well as to be written. K of raw16 and int8 is turned where a block becomes or was int4 or int3. Returns how many K or V rows, of int4 and int3 turned components, had values beyond the target's range, which were held within it.
     """
 
 def draw_tokens(pool: Pool, logits: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], draws: Sequence[tuple[int, float, float, int, float, float, int, int]]) -> list[int]:

@@ -89,6 +89,7 @@ def test_the_self_check_passes_and_changes_nothing(name: str) -> None:
         ("spans", "attention over int4, head_dim 64: "),
         ("codec", "rows of keys in raw16"),
         ("rowwise", "row-wise work: "),
+        ("span codec", "spans in int4, head_dim 64"),
     ],
 )
 def test_the_self_check_finds_a_wrong_part(part: str, message: str) -> None:

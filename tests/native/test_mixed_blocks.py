@@ -456,7 +456,7 @@ def test_blocks_that_do_not_fit_are_refused() -> None:
     for changed, message in [
         ({"source": raw[1:]}, "the source must have the 3072 bytes"),
         ({"target": raw}, "the target must have the 1920 bytes"),
-        ({"source_codec": "int3"}, "raw16 or int8"),
+        ({"source_codec": "int5"}, "raw16, int8, int4 or int3"),
         ({"num_tokens": 17}, "within a block of 16"),
         ({"num_tokens": -1}, "within a block of 16"),
         ({"head_dim": 12}, "head_dim"),

@@ -12,7 +12,7 @@
 namespace kvist {
 
 // Returns which kernel differs and by how much; empty when none does. The part named by `falsify` (linear, attention,
-// spans, codec, rowwise; none when empty) has its results changed before they are compared: for tests of the check.
+// spans, codec, span codec, rowwise; none when empty) has its results changed before they are compared: for tests.
 std::string self_check(Isa isa, std::string_view falsify);
 
 }  // namespace kvist
