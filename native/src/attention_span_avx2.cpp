@@ -190,6 +190,25 @@ inline std::int32_t take_digits(const float* products, float unit, int width, st
 }
 
 // Codes of two vectors of lanes out of one group.
+// The record that comes next, asked for half a line at a time while this one is read: all at once it would fill the buffers
+// of lines, and everything would wait until most of it has come.
+class Ahead {
+ public:
+  // `record` null: nothing is asked for.
+  Ahead(const std::uint8_t* record, const std::uint8_t* instead, std::int64_t begin, std::int64_t end)
+      : at_(record != nullptr ? record + begin : instead), last_(record != nullptr ? record + end - 1 : instead) {}
+
+  [[gnu::always_inline]] void ask() {
+    _mm_prefetch(reinterpret_cast<const char*>(at_ < last_ ? at_ : last_), _MM_HINT_T0);
+    at_ += kStep;
+  }
+
+ private:
+  static constexpr int kStep = 32;
+  const std::uint8_t* at_;
+  const std::uint8_t* last_;
+};
+
 struct CodePair {
   __m256i first;
   __m256i second;
@@ -224,7 +243,7 @@ inline __m256i join_int3(__m256i low, __m256i high) {
 template <int kRows, Digit kDigit, typename Split>
 [[gnu::always_inline]] inline void score_pair(const Split& split, int group_bytes, const std::uint8_t* codes,
                                               const std::int8_t* digits, int head_dim, const RowFactors* factors,
-                                              int first, int second, float* scores) {
+                                              int first, int second, Ahead& ahead, float* scores) {
   const int num_groups = head_dim / 4;
   const int width = round_up(head_dim, 32);
   for (int start = 0; start < num_groups; start += kGroupsIn16Bits) {
@@ -237,6 +256,7 @@ template <int kRows, Digit kDigit, typename Split>
       sums[r()][1] = _mm256_setzero_si256();
     });
     for (int group = start; group < stop; ++group, at += group_bytes, digit += 4) {
+      ahead.ask();
       const CodePair pair = split(at);
       unroll<kRows>([&](auto r) __attribute__((always_inline)) {
         const __m256i u = broadcast(digit + r() * width);
@@ -264,10 +284,11 @@ template <int kRows, Digit kDigit, typename Split>
 
 template <int kBits, int kRows, Digit kDigit>
 [[gnu::noinline]] void score_span(const std::uint8_t* codes, const std::int8_t* digits, int head_dim,
-                                  const RowFactors* factors, float* scores) {
+                                  const RowFactors* factors, Ahead ahead, float* scores) {
   if constexpr (kBits == 4) {
     for (int i = 0; i < 4; ++i) {
-      score_pair<kRows, kDigit>(split_int4, 128, codes + 32 * i, digits, head_dim, factors, 8 * i, 32 + 8 * i, scores);
+      score_pair<kRows, kDigit>(split_int4, 128, codes + 32 * i, digits, head_dim, factors, 8 * i, 32 + 8 * i, ahead,
+                                scores);
     }
   } else {
     unroll<4>([&](auto i) __attribute__((always_inline)) {
@@ -279,7 +300,8 @@ template <int kBits, int kRows, Digit kDigit>
         const __m256i high = load(from + 64);
         return CodePair{join_int3<place, vector>(low, high), join_int3<place + 1, vector + 2>(low, high)};
       };
-      score_pair<kRows, kDigit>(split, 96, codes, digits, head_dim, factors, 8 * vector, 8 * vector + 16, scores);
+      score_pair<kRows, kDigit>(split, 96, codes, digits, head_dim, factors, 8 * vector, 8 * vector + 16, ahead,
+                                scores);
     });
   }
 }
@@ -328,7 +350,7 @@ enum class Precision { kFull, kMinor };
 template <int kRows, Precision kPrecision, typename Split>
 [[gnu::always_inline]] inline void add_pair(const Split& split, int group_bytes, __m256i levels, std::int32_t lowest,
                                             const std::uint8_t* codes, const RowWeights& rows, int head_dim, int first,
-                                            int second, float* all_sums) {
+                                            int second, Ahead& ahead, float* all_sums) {
   __m256i sums[kRows][2];
   unroll<kRows>([&](auto r) __attribute__((always_inline)) {
     if constexpr (kPrecision == Precision::kFull) {
@@ -344,6 +366,7 @@ template <int kRows, Precision kPrecision, typename Split>
   const auto* weights = reinterpret_cast<const std::uint8_t*>(rows.weights);
   constexpr int kRowBytes = kChunk * static_cast<int>(sizeof(std::int16_t));
   for (int group = 0; group < kNumGroups; ++group, codes += group_bytes, weights += kWeightBytes) {
+    ahead.ask();
     const CodePair pair = split(codes);
     const __m256i one = _mm256_shuffle_epi8(levels, pair.first);
     const __m256i two = _mm256_shuffle_epi8(levels, pair.second);
@@ -393,12 +416,13 @@ inline __m256i level_table() {
 }
 
 template <int kBits, int kRows, Precision kPrecision>
-[[gnu::noinline]] void add_span(const std::uint8_t* codes, const RowWeights& rows, int head_dim, float* sums) {
+[[gnu::noinline]] void add_span(const std::uint8_t* codes, const RowWeights& rows, int head_dim, Ahead ahead,
+                                float* sums) {
   const __m256i levels = level_table<kBits, kPrecision>();
   if constexpr (kBits == 4) {
     for (int lane = 0; lane < head_dim / 2; lane += 8) {
       add_pair<kRows, kPrecision>(split_int4, 2 * head_dim, levels, kInt4Levels[0], codes + 4 * lane, rows, head_dim,
-                                  lane, lane + head_dim / 2, sums);
+                                  lane, lane + head_dim / 2, ahead, sums);
     }
   } else {
     const int quarter = head_dim / 4;
@@ -422,7 +446,7 @@ template <int kBits, int kRows, Precision kPrecision>
           return CodePair{join_int3<place, 2 * place>(low, high), join_int3<place + 1, 2 * place + 2>(low, high)};
         };
         add_pair<kRows, kPrecision>(split, 3 * head_dim / 2, levels, kInt3Levels[0], codes, rows, head_dim,
-                                    place * quarter + lane, (place + 1) * quarter + lane, sums);
+                                    place * quarter + lane, (place + 1) * quarter + lane, ahead, sums);
       });
     }
   }
@@ -479,13 +503,6 @@ void turn_sums_back(const float* balance, const HeadTurn& turn, int head_dim, fl
   }
 }
 
-inline void prefetch(const std::uint8_t* from, std::int64_t num_bytes) {
-#pragma GCC unroll 8
-  for (std::int64_t offset = 0; offset < num_bytes; offset += 64) {
-    _mm_prefetch(reinterpret_cast<const char*>(from + offset), _MM_HINT_T0);
-  }
-}
-
 // After the softmax of a chunk: whether all rows of a strip can do without the low digits and with 7 bits of weight. The
 // variances of the rows become what they are then. `before` is the state before the chunk, `errors` the deviation of
 // each row's scores.
@@ -534,8 +551,10 @@ void run_spans(const AttentionShape& shape, const AttentionItem& item, const KvL
   for (int span = item.key_begin / kSpanTokens; span < last_span; ++span) {
     const std::uint8_t* const here = record(span);
     const std::uint8_t* const next = span + 1 < last_span ? record(span + 1) : nullptr;
-    if (next != nullptr) {
-      prefetch(next, parts.scales);
+    // Each half of the work asks for what it has steps for; int4 has three lines more.
+    const std::int64_t half_bytes = 32 * head_dim;
+    for (std::int64_t offset = 2 * half_bytes; next != nullptr && offset < record_bytes; offset += 64) {
+      _mm_prefetch(reinterpret_cast<const char*>(next + offset), _MM_HINT_T0);
     }
     const int begin = span * kSpanTokens;
     const int count = item.key_end - begin < kSpanTokens ? item.key_end - begin : kSpanTokens;
@@ -552,6 +571,9 @@ void run_spans(const AttentionShape& shape, const AttentionItem& item, const KvL
         continue;
       }
       const std::ptrdiff_t at = static_cast<std::ptrdiff_t>(strip) * head_dim;
+      const auto ahead = [&](int first, std::int64_t from) {
+        return Ahead(strip == 0 && first == 0 ? next : nullptr, here, from, record_bytes);
+      };
       RowProducts products[kLanes];
       RowFactors factors[kLanes];
       alignas(32) float errors[kLanes] = {};
@@ -565,7 +587,7 @@ void run_spans(const AttentionShape& shape, const AttentionItem& item, const KvL
       }
       for_passes<kScoreRows>(num_rows, [&](auto pass, int first) {
         score_span<kBits, pass(), Digit::kHigh>(here + parts.key_codes, b.digits + first * width, head_dim,
-                                                factors + first, chunk.scores[first]);
+                                                factors + first, ahead(first, 0), chunk.scores[first]);
       });
       StripState& state = b.states[strip / kLanes];
       const StripState before = state;
@@ -595,7 +617,7 @@ void run_spans(const AttentionShape& shape, const AttentionItem& item, const KvL
         }
         for_passes<kScoreRows>(num_rows, [&](auto pass, int first) {
           score_span<kBits, pass(), Digit::kLow>(here + parts.key_codes, b.digits + first * width, head_dim,
-                                                 factors + first, chunk.scores[first]);
+                                                 factors + first, ahead(kLanes, 0), chunk.scores[first]);
         });
         state = before;
         soften();
@@ -613,9 +635,6 @@ void run_spans(const AttentionShape& shape, const AttentionItem& item, const KvL
       if (numbers.nan_scales != 0) {
         spoil_rows(numbers.nan_scales, num_rows, chunk);
       }
-      if (strip == 0 && next != nullptr) {
-        prefetch(next + parts.scales, record_bytes - parts.scales);
-      }
       const auto weights = [&](int first) {
         return RowWeights{chunk.weights[0][first], weight_sums + first, chunk.old_factor + first,
                           chunk.new_factor + first};
@@ -623,11 +642,13 @@ void run_spans(const AttentionShape& shape, const AttentionItem& item, const KvL
       const std::uint8_t* const codes = here + parts.value_codes;
       if (minor) {
         for_passes<kAddMinorRows>(num_rows, [&](auto pass, int first) {
-          add_span<kBits, pass(), Precision::kMinor>(codes, weights(first), head_dim, b.sums + at + first * head_dim);
+          add_span<kBits, pass(), Precision::kMinor>(codes, weights(first), head_dim, ahead(first, half_bytes),
+                                                     b.sums + at + first * head_dim);
         });
       } else {
         for_passes<kAddRows>(num_rows, [&](auto pass, int first) {
-          add_span<kBits, pass(), Precision::kFull>(codes, weights(first), head_dim, b.sums + at + first * head_dim);
+          add_span<kBits, pass(), Precision::kFull>(codes, weights(first), head_dim, ahead(first, half_bytes),
+                                                    b.sums + at + first * head_dim);
         });
       }
     }
