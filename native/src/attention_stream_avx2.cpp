@@ -48,7 +48,7 @@ inline void ask_for(const std::uint8_t* const* next, int key, int offset) {
 
 // The rows of 4 keys, of `num_bytes` of values each.
 inline void ask_for4(const std::uint8_t* const* next, int key, int num_bytes) {
-  for (int offset = 0; offset < num_bytes; offset += kLine) {
+  for (int offset = 0; offset < num_bytes; offset += kLine / 2) {
     unroll<4>([&](auto i) __attribute__((always_inline)) { ask_for(next, key + i(), offset); });
   }
 }
@@ -181,7 +181,7 @@ template <int kRows>
   for (int d = 0; d < head_dim; d += 16) {
     // Passes take turns with the rows of a pair and their lines: there are as many or more.
     const int next_row = d / 16 % 2;
-    const int next_offset = d / 32 * kLine < head_dim ? d / 32 * kLine : 0;
+    const int next_offset = d / 32 * 32;
     const int group = d / kKvGroup;
     const std::int16_t* const weights = &chunk.weights[group][first_row][0];
     __m256i sums[kRows][2];
