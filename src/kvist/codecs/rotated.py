@@ -21,8 +21,9 @@ queries. docs/formats/kv_block.md says how a kernel reads a record, and has a wo
 
 Numerics: float32. An encoder may choose any step, zero point and scale; codes are one of the two grid points around a
 value, or the nearest one beyond the grid's ends, so no component is off by more than ``error_bounds`` says. This one
-tries neighbouring steps and scales for the least squared error. Values are rounded to the nearest level; keys channel
-by channel, each error moving the channels that follow, where the transforms say how (``KVTransforms.feedback``).
+takes the step nearest to what a channel's range needs, and tries neighbouring scales for the least squared error.
+Values are rounded to the nearest level; keys channel by channel, each error moving the channels that follow, where the
+transforms say how (``KVTransforms.feedback``).
 """
 
 from __future__ import annotations
@@ -57,10 +58,9 @@ LEVELS = {bits: np.concatenate((-half[::-1], half)) for bits, half in LEVELS.ite
 _DEVIATION = {4: 46.0, 3: 58.0}
 """What the levels take as the standard deviation."""
 
-_STEP_CANDIDATES = tuple((step, 0) for step in (-1, 0, 1))
-"""Tried for the least error: neighbours of the e5m3 number nearest to a channel's range, shifts of its zero point."""
 _FAR_CANDIDATES = tuple((step, shift) for step in range(9) for shift in (0, 1))
-"""An octave up: where a channel varies less than the zero point can say, some step may be just right."""
+"""Tried for the least error where a channel varies less than the zero point can say: steps up to an octave above the
+nearest one, shifts of the zero point. Some step may be just right."""
 _SCALE_CANDIDATES = (-1, 0, 1, 2)
 _HALF = np.float32(0.5)
 
@@ -244,9 +244,9 @@ class RotatedCodec:
         nearest = e5m3.nearest(needed)
         best = _KeyGrid(np.zeros_like(middle), np.zeros_like(middle))
         least = np.full_like(middle, np.inf)
-        is_far = (for_middle > for_range).any()
-        candidates = _FAR_CANDIDATES if is_far else _STEP_CANDIDATES
-        for candidate, shift in candidates:
+        # A smaller step for the sake of most keys would clip those at the ends, which get much of the attention.
+        is_far = for_middle > for_range
+        for candidate, shift in _FAR_CANDIDATES if is_far.any() else _FAR_CANDIDATES[:1]:
             step = e5m3.VALUES[np.clip(nearest + candidate, 0, e5m3.NAN - 1)]
             inverse = _inverse(step)
             zero = np.rint(2 * middle * inverse - limit) + shift
@@ -254,7 +254,7 @@ class RotatedCodec:
             codes = np.rint(rows * inverse[:, None] - zero[:, None] / 2).clip(0, limit)
             errors = step[:, None] * (codes + zero[:, None] / 2) - rows
             error = np.square(errors).sum(axis=1)
-            is_better = error < least
+            is_better = (error < least) & (is_far | (least == np.inf))
             least = np.where(is_better, error, least)
             best = _KeyGrid(
                 np.where(is_better, step, best.step), np.where(is_better, zero, best.zero)
