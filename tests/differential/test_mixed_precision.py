@@ -253,7 +253,8 @@ def test_blocks_of_spans_read_as_their_copies_in_16_bits(checkpoint, isa, codec)
     lost = float((raw - decoded).std() / raw.std())
     # Kernels round queries and weights to bytes; that is little beside what the codec loses.
     assert float((coded - decoded).std() / raw.std()) < 0.3 * lost + 0.02
-    assert 0.02 < lost < 0.8
+    # Three bits of a model of random numbers lose most of it, but what is left is not noise: that would be 1.4.
+    assert 0.02 < lost < 1.1
 
 
 @pytest.mark.parametrize("num_users", [1, 16])

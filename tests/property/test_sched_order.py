@@ -199,7 +199,7 @@ def run_against_failures(
     # Nobody starves: of 24 that may wait, each gets its turn.
     assert max(waited.values()) < 1500
     # Everything that the run is there for did happen.
-    assert all(count > 3 for count in failing.num_failures.values()), failing.num_failures
+    assert all(count > 1 for count in failing.num_failures.values()), failing.num_failures
     reasons = {record.finish_reason for record in trace.records.values()}
     assert reasons == set(FinishReason)
     assert len(retry_after_s) > 5
