@@ -93,7 +93,7 @@ def tune(  # noqa: PLR0913  # one per option
 ) -> None:
     """Measure what int8, int4 and int3 K and V cost: perplexity, divergence from 16 bits, agreement of tokens.
 
-    Figures of codecs that the kernels do not read yet come from an emulation, and the table says so. A measurement
+    Figures of codecs that the kernels here do not read come from an emulation, and the table says so. A measurement
     that was interrupted goes on where it was; the calibration of a model is kept.
     """
     if calibration_text is not None and not calibration:

@@ -289,7 +289,7 @@ def _key_metric(tensors: dict[str, NDArray[Any]]) -> KeyMetric:
 
 
 def _unusable(path: Path, why: str) -> ConfigError:
-    return ConfigError(f"[transforms] {path} {why}; make it anew with kvist tune --calibrate")
+    return ConfigError(f"[transforms] {path} {why}; make it anew with kvist tune")
 
 
 def _checksum(metadata: dict[str, str], tensors: dict[str, NDArray[Any]]) -> str:

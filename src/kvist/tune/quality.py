@@ -3,10 +3,11 @@
 Responsible for scoring windows of a text and for adding scores up. A window is computed several times with the same
 weights by the same kernels, side by side, and only K and V differ. Knows neither files nor the command line.
 
-A codec that the kernels read is measured as it runs: K and V are in it from the moment they are written, those of the
-query's own block as well. Any other codec is emulated: as soon as a block is complete, its K and V are replaced by what
-the codec's readable version makes of them, in all layers; the query's own block is as the reference has it. The block
-that begins a sequence goes through SINK_CODEC where the codec takes none (int4, int3).
+A codec that the kernels read is measured as it runs: K and V are in int8 from the moment they are written, those of the
+query's own block as well; a block is encoded in int4 or int3 when it is complete, and before that it is in raw16. Any
+other codec is emulated: as soon as a block is complete, its K and V are replaced by what the codec's readable version
+makes of them, in all layers; the query's own block is as the reference has it. The block that begins a sequence goes to
+SINK_CODEC where the codec takes none (int4, int3).
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from kvist.kernels.kv_rows import turn, turn_back
 from kvist.model.native_decoder import StepSequence
 from kvist.spec import KVSpec
 from kvist.storage.arena import BlockArena
+from kvist.storage.slabs import SlabArena
+from kvist.types import BlockId, MemoryOp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,8 +44,11 @@ CODECS = ("raw16", "int8", *ROTATED_CODECS)
 """What can be measured."""
 SINK_CODEC = "int8"
 """Of the block that begins a sequence, beside int4 and int3."""
+_SLAB_BLOCKS = 64
+"""Blocks of room for what moves between slabs."""
 
 if TYPE_CHECKING:
+    Arena = BlockArena | SlabArena
     Emulation = Callable[[Rows, int], "Emulated"]
     """What a codec makes of a block that starts at a position."""
 
@@ -142,8 +148,12 @@ class Computer(Protocol):
         """Lossy codecs that it reads by itself."""
         ...
 
+    def cache(self, codec: str, num_blocks: int, transforms: KVTransforms) -> Cache:
+        """Return room for a sequence in a codec of ``readable``."""
+        ...
+
     def logits(
-        self, start: int, chunk: tuple[int, ...], tables: Sequence[range], arena: BlockArena
+        self, start: int, chunk: tuple[int, ...], tables: Sequence[range], arena: Arena
     ) -> torch.Tensor:
         """Compute the same tokens in several sequences and return (sequences, tokens, V) scores.
 
@@ -154,6 +164,56 @@ class Computer(Protocol):
             arena: Where they are; what is before ``start`` is in them.
         """
         ...
+
+
+class Cache(Protocol):
+    """The blocks of one sequence, their ids its indices."""
+
+    @property
+    def arena(self) -> Arena:
+        """Where they are."""
+        ...
+
+    def open(self, index: int) -> None:
+        """Be ready for tokens in a block."""
+        ...
+
+    def seal(self, index: int) -> int:
+        """Take note that a block is complete; return how many values were held within the codec's reach."""
+        ...
+
+
+class _RowCache:
+    """Blocks of a codec in which tokens are written."""
+
+    def __init__(self, arena: BlockArena) -> None:
+        self.arena = arena
+
+    def open(self, index: int) -> None:
+        """Nothing is to be done."""
+
+    def seal(self, index: int) -> int:  # noqa: ARG002
+        """Nothing is to be done."""
+        return 0
+
+
+class _SpanCache:
+    """Blocks that are written in raw16 and encoded when they are complete."""
+
+    def __init__(self, arena: SlabArena, codec: str) -> None:
+        self.arena = arena
+        self._codec = codec
+
+    def open(self, index: int) -> None:
+        """Have a block to write to."""
+        self.arena.apply([MemoryOp("allocate", BlockId(index), self.arena.kv_spec.codec)])
+
+    def seal(self, index: int) -> int:
+        """Encode it."""
+        before = self.arena.stats().num_held_rows
+        codec = self._codec if index else SINK_CODEC
+        self.arena.apply([MemoryOp("demote", BlockId(index), codec)])
+        return self.arena.stats().num_held_rows - before
 
 
 class TorchComputer:
@@ -170,10 +230,15 @@ class TorchComputer:
         self.spec = decoder.spec
         self._decoder = decoder
 
+    def cache(self, codec: str, num_blocks: int, transforms: KVTransforms) -> Cache:  # noqa: ARG002
+        """Return room for a sequence; see ``Computer``."""
+        return _RowCache(_arena(self.spec, codec, num_blocks))
+
     def logits(
-        self, start: int, chunk: tuple[int, ...], tables: Sequence[range], arena: BlockArena
+        self, start: int, chunk: tuple[int, ...], tables: Sequence[range], arena: Arena
     ) -> torch.Tensor:
         """Return the scores of some tokens; see ``Computer``."""
+        assert isinstance(arena, BlockArena)
         batch = AttentionBatch.from_sequences(
             starts=[start] * len(tables),
             num_tokens=[len(chunk)] * len(tables),
@@ -193,14 +258,24 @@ class NativeComputer:
     """
 
     reference = "raw16"
-    readable: tuple[str, ...] = ("int8",)
+    readable: tuple[str, ...] = ("int8", "int4", "int3")
 
     def __init__(self, decoder: NativeDecoder) -> None:
         self.spec = decoder.spec
         self._decoder = decoder
 
+    def cache(self, codec: str, num_blocks: int, transforms: KVTransforms) -> Cache:
+        """Return room for a sequence; see ``Computer``."""
+        if codec not in ROTATED_CODECS:
+            return _RowCache(_arena(self.spec, codec, num_blocks))
+        kv_spec = _kv_spec(self.spec, self.reference)
+        num_bytes = (num_blocks + _SLAB_BLOCKS) * kv_spec.block_bytes
+        codecs = (self.reference, SINK_CODEC, codec)
+        arena = SlabArena(kv_spec, codecs, num_bytes, self._decoder.pool, transforms)
+        return _SpanCache(arena, codec)
+
     def logits(
-        self, start: int, chunk: tuple[int, ...], tables: Sequence[range], arena: BlockArena
+        self, start: int, chunk: tuple[int, ...], tables: Sequence[range], arena: Arena
     ) -> torch.Tensor:
         """Return the scores of some tokens; see ``Computer``. They are overwritten by the next call."""
         sequences = [StepSequence(start, chunk, tuple(table), len(chunk)) for table in tables]
@@ -273,7 +348,11 @@ def side_by_side(
     sink = {name: _sink(name, transforms) for name in emulated}
     num_blocks = -(-len(tokens) // SPAN)
     shared = _arena(spec, computer.reference, (1 + len(emulated)) * num_blocks)
-    own = {name: _arena(spec, name, num_blocks) for name in codecs if name in computer.readable}
+    own = {
+        name: computer.cache(name, num_blocks, transforms)
+        for name in codecs
+        if name in computer.readable
+    }
     # As sequences of one batch. The first one stays as it is.
     tables = [range(i * num_blocks, (i + 1) * num_blocks) for i in range(1 + len(emulated))]
     for index in range(num_blocks):
@@ -286,9 +365,11 @@ def side_by_side(
             if len(chunk) == SPAN:
                 num_held = _replace(shared, table, index, through[name] if index else sink[name])
             yield Chunk(name, start, reference, row.log_softmax(-1), num_held)
-        for name, arena in own.items():
-            row = computer.logits(start, chunk, tables[:1], arena)[0]
-            yield Chunk(name, start, reference, row.log_softmax(-1), 0)
+        for name, cache in own.items():
+            cache.open(index)
+            logprobs = computer.logits(start, chunk, tables[:1], cache.arena)[0].log_softmax(-1)
+            num_held = cache.seal(index) if len(chunk) == SPAN else 0
+            yield Chunk(name, start, reference, logprobs, num_held)
         on_computed(len(chunk))
 
 
@@ -351,14 +432,17 @@ def _replace(arena: BlockArena, table: Sequence[int], index: int, through: Emula
 
 
 def _arena(spec: ModelSpec, codec: str, num_blocks: int) -> BlockArena:
-    kv_spec = KVSpec(
+    return BlockArena(_kv_spec(spec, codec), num_blocks)
+
+
+def _kv_spec(spec: ModelSpec, codec: str) -> KVSpec:
+    return KVSpec(
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         block_size=SPAN,
         codec=codec,
     )
-    return BlockArena(kv_spec, num_blocks)
 
 
 def _standard_error(mean: float, sum_of_squares: float, count: int) -> float:

@@ -17,6 +17,7 @@ from kvist.codecs.transforms import uncalibrated
 from kvist.errors import ConfigError
 from kvist.kernels import native
 from kvist.model.native_decoder import NativeDecoder, pack_weights
+from kvist.storage.slabs import SlabArena
 from kvist.tune import quality
 from kvist.tune.quality import (
     Emulated,
@@ -56,6 +57,10 @@ def computer(request: pytest.FixtureRequest, decoder: Decoder) -> Computer:
         return TorchComputer(decoder)
     if not native.available():
         pytest.skip(native.why_not())
+    return native_computer(decoder)
+
+
+def native_computer(decoder: Decoder) -> NativeComputer:
     pool = native.extension().Pool(1)
     tensors = ((name, tensor.clone()) for name, tensor in decoder.weights.items())
     return NativeComputer(
@@ -93,8 +98,9 @@ def test_codecs_do_not_see_each_other(computer: Computer, transforms: KVTransfor
 
 
 def test_an_emulated_codec_leaves_the_block_being_written_alone(
-    computer: Computer, transforms: KVTransforms
+    decoder: Decoder, transforms: KVTransforms
 ) -> None:
+    computer = TorchComputer(decoder)
     first = scored(computer, transforms, ["int3"], TOKENS[:SPAN])["int3"]
     assert first.kl == 0.0
     both = scored(computer, transforms, ["int3"], TOKENS[: 2 * SPAN])["int3"]
@@ -106,6 +112,37 @@ def test_native_kernels_hold_int8_from_the_first_token(
 ) -> None:
     score = scored(computer, transforms, ["int8"], TOKENS[:SPAN])["int8"]
     assert (score.kl > 0.0) == ("int8" in computer.readable)
+
+
+def test_native_kernels_read_blocks_as_the_engine_has_them(
+    decoder: Decoder, transforms: KVTransforms
+) -> None:
+    """In raw16 while tokens are written; then int8 where a sequence begins, and the codec after that."""
+    if not native.available():
+        pytest.skip(native.why_not())
+    computer = native_computer(decoder)
+    cache = computer.cache("int4", 3, transforms)
+    arena = cache.arena
+    assert isinstance(arena, SlabArena)
+    for index in range(3):
+        cache.open(index)
+        assert arena.codec_of(index) == "raw16"
+        arena.head(index, SPAN).zero_()
+        assert cache.seal(index) == 0
+    assert [arena.codec_of(index) for index in range(3)] == ["int8", "int4", "int4"]
+
+
+def test_native_kernels_agree_with_the_emulation(
+    decoder: Decoder, transforms: KVTransforms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native.available():
+        pytest.skip(native.why_not())
+    computer = native_computer(decoder)
+    real = scored(computer, transforms, ["int4", "int3"])
+    monkeypatch.setattr(NativeComputer, "readable", ())
+    emulated = scored(computer, transforms, ["int4", "int3"])
+    for name, score in real.items():
+        assert 0.5 * emulated[name].kl < score.kl < 2.0 * emulated[name].kl
 
 
 def test_values_that_a_codec_holds_are_counted(
