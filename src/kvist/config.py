@@ -91,6 +91,10 @@ class CacheConfig:
         "what int4 and int3 know of the model: a file that kvist tune made; none: nothing; auto: what is kept of it, "
         "or made at this start, in some seconds",
     )
+    kv_profile: str | None = option(
+        None,
+        "file that kvist tune --profile made of this model: takes the codec of KV blocks that was found good enough",
+    )
     demote_before_evict: str = option(
         "auto",
         "make cached blocks that nobody uses smaller before any is evicted; auto: where --kv-precision allows less "

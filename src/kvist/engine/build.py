@@ -40,7 +40,7 @@ from kvist.sched.scheduler import Scheduler
 from kvist.storage.arena import BlockArena
 from kvist.storage.inspection import BlockInspector
 from kvist.storage.slabs import SlabArena
-from kvist.tune.start import transforms_at_start
+from kvist.tune.start import profile_at_start, transforms_at_start
 from kvist.types import BlockId
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ def build_engine(config: EngineConfig, on_progress: Progress | None = None) -> A
     resolved = catalog.resolve(config.model.model)
     named = dataclasses.replace(config.model, model=resolved.name)
     spec = planning.read_spec(resolved.path)
+    config, profile = profile_at_start(config, resolved.path, spec)
     hardware = planning.detect_hardware()
     plan = planning.resolve(dataclasses.replace(config, model=named), spec, hardware)
     logger.info("[engine] %s", plan.one_line())
@@ -94,6 +95,8 @@ def build_engine(config: EngineConfig, on_progress: Progress | None = None) -> A
         transforms = transforms_at_start(
             plan.transforms, resolved.path, spec, left, on_progress or (lambda *_: None)
         )
+        if profile is not None:
+            profile.check(transforms)
     decoder = load_model(plan, resolved.path, spec, fingerprint)
     core = assemble(plan, decoder, tokenizer, fingerprint, transforms)
     return AsyncEngine(core, tokenizer, plan)

@@ -1,11 +1,12 @@
-"""The transforms that an engine starts with.
+"""What an engine starts with that was measured of its model: a profile, and transforms.
 
-Responsible for where they are from: a file that the user names, what is kept of the model, or a calibration on the text
-that Kvist brings, which is then kept. Knows no engine.
+Responsible for where they are from: files that the user names; for transforms also what is kept of the model, or a
+calibration on the text that Kvist brings, which is then kept. Knows no engine.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 from importlib import resources
@@ -21,13 +22,16 @@ from kvist.model.loader import load_decoder
 from kvist.model.tokenizer import load_tokenizer
 from kvist.spec import DTYPE_BYTES
 from kvist.tune.calibration import TOKENS, calibrate
+from kvist.tune.profile import load_profile
 from kvist.tune.run import transforms_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvist.codecs.transforms import KVTransforms
+    from kvist.config import EngineConfig
     from kvist.spec import ModelSpec
+    from kvist.tune.profile import KVProfile
 
     Progress = Callable[[str, int, int], None]
     """Is told what is being done, how much of it is, and how much there is."""
@@ -37,6 +41,32 @@ NONE = "none"
 """Values of ``--kv-transforms`` that are no files."""
 
 logger = logging.getLogger(__name__)
+
+
+def profile_at_start(
+    config: EngineConfig, path: Path, spec: ModelSpec
+) -> tuple[EngineConfig, KVProfile | None]:
+    """Return the configuration with the codec of the profile that it names, and the profile; None where it names none.
+
+    Args:
+        config: What the user asked for.
+        path: The model.
+        spec: Its specification.
+
+    Raises:
+        ConfigError: The file is missing, damaged or of another model, or another option says the codec, too.
+    """
+    cache = config.cache
+    if cache.kv_profile is None:
+        return config, None
+    if cache.kv_cache_dtype != "auto" or cache.kv_precision is not None:
+        raise ConfigError(
+            f"[tune] --kv-profile {cache.kv_profile} says in which codec blocks are kept, and so does "
+            f"{'--kv-cache-dtype' if cache.kv_precision is None else '--kv-precision'}; give one of them"
+        )
+    profile = load_profile(Path(cache.kv_profile), content_fingerprint(path, spec))
+    chosen = dataclasses.replace(cache, kv_cache_dtype=profile.kv_cache_dtype)
+    return dataclasses.replace(config, cache=chosen), profile
 
 
 def transforms_at_start(

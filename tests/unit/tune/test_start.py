@@ -9,12 +9,14 @@ import pytest
 from tests.support.tiny_models import TINY_MODELS, build_reference, save
 
 from kvist import envvars
+from kvist.config import EngineConfig
 from kvist.errors import ConfigError
 from kvist.model.fingerprint import content_fingerprint
 from kvist.model.spec_readers import read_spec
 from kvist.tune import start
+from kvist.tune.profile import KVProfile, save_profile
 from kvist.tune.run import transforms_file
-from kvist.tune.start import transforms_at_start
+from kvist.tune.start import profile_at_start, transforms_at_start
 
 LARGE = 10**12
 
@@ -112,3 +114,56 @@ def test_too_little_memory_names_the_ways_out(checkpoints) -> None:
     assert at_start("auto", checkpoints[0], 2 * num_weights)[0].is_calibrated
     with pytest.raises(ConfigError, match="--kv-transforms none"):
         at_start("auto", checkpoints[1], 1000)
+
+
+def profile_of(path, file, **changes):
+    values = {
+        "fingerprint": content_fingerprint(path, read_spec(path)),
+        "kv_cache_dtype": "int4",
+        "transforms": "digest",
+        "max_loss": 0.01,
+        "text": "x.txt",
+        "measured": (),
+    }
+    save_profile(file, KVProfile(**{**values, **changes}))
+    return str(file)
+
+
+def test_a_profile_says_the_codec(checkpoints, tmp_path) -> None:
+    path = checkpoints[0]
+    file = profile_of(path, tmp_path / "profile.json")
+    config = EngineConfig.from_options(model=str(path), kv_profile=file, max_running=7)
+
+    chosen, profile = profile_at_start(config, path, read_spec(path))
+
+    assert chosen.cache.kv_cache_dtype == profile.kv_cache_dtype == "int4"
+    assert chosen.scheduler.max_running == 7
+    with pytest.raises(ConfigError, match="other transforms"):
+        profile.check(at_start("none", path)[0])
+
+
+def test_without_a_profile_nothing_changes(checkpoints) -> None:
+    config = EngineConfig.from_options(model="m")
+    assert profile_at_start(config, checkpoints[0], read_spec(checkpoints[0])) == (config, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype"),
+        ({"kv_precision": "recent:1=raw16,rest=int8"}, "--kv-precision"),
+    ],
+)
+def test_a_profile_and_a_codec_are_one_too_many(checkpoints, tmp_path, options, message) -> None:
+    path = checkpoints[0]
+    file = profile_of(path, tmp_path / "profile.json")
+    config = EngineConfig.from_options(model=str(path), kv_profile=file, **options)
+    with pytest.raises(ConfigError, match=message):
+        profile_at_start(config, path, read_spec(path))
+
+
+def test_the_profile_of_another_model_is_refused(checkpoints, tmp_path) -> None:
+    file = profile_of(checkpoints[1], tmp_path / "profile.json")
+    config = EngineConfig.from_options(model=str(checkpoints[0]), kv_profile=file)
+    with pytest.raises(ConfigError, match="another model"):
+        profile_at_start(config, checkpoints[0], read_spec(checkpoints[0]))
