@@ -43,7 +43,9 @@ Buffers divide(Scratch& scratch, int head_dim) {
 // buffers of lines, and everything waits until most of them have come. Lines that hold only scales, the end of a row of
 // int8, mostly hold the beginning of the next row as well.
 inline void ask_for(const std::uint8_t* const* next, int key, int offset) {
-  _mm_prefetch(reinterpret_cast<const char*>(next[key] + offset), _MM_HINT_T0);
+  // As a number: before the second chunk, and behind the last key, it is no place in an object.
+  const auto at = reinterpret_cast<std::uintptr_t>(next[key]) + static_cast<std::uintptr_t>(offset);
+  _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
 }
 
 // The rows of 4 keys, of `num_bytes` of values each.
