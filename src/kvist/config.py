@@ -89,7 +89,7 @@ class CacheConfig:
     kv_transforms: str = option(
         "auto",
         "what int4 and int3 know of the model: a file that kvist tune made; none: nothing; auto: what is kept of it, "
-        "or made at this start, in some seconds",
+        "or made at this start, in about a minute",
     )
     kv_profile: str | None = option(
         None,
