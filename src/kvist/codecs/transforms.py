@@ -20,7 +20,6 @@ Letters: L layers, K KV heads, D head dim.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from kvist.errors import ConfigError
+from kvist.files import replace_file
 from kvist.kernels.rotation import rotation
 
 if TYPE_CHECKING:
@@ -230,13 +230,8 @@ def save_transforms(path: Path, transforms: KVTransforms) -> None:
         "text": transforms.text,
     }
     metadata["blake3"] = _checksum(metadata, tensors)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        temporary.write_bytes(save(tensors, metadata))
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_file(path, save(tensors, metadata))
 
 
 def load_transforms(path: Path, fingerprint: str) -> KVTransforms:

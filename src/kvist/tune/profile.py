@@ -11,11 +11,11 @@ name), ``transforms`` (the digest of those that int4 and int3 were measured with
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvist.errors import ConfigError
+from kvist.files import replace_file
 from kvist.spec import SPAN_CODEC_BITS
 
 if TYPE_CHECKING:
@@ -98,12 +98,7 @@ def save_profile(path: Path, profile: KVProfile) -> None:
         OSError: The file cannot be written.
     """
     document = {"format": FORMAT, "version": VERSION, **asdict(profile)}
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_file(path, (json.dumps(document, indent=1) + "\n").encode())
 
 
 def load_profile(path: Path, fingerprint: str) -> KVProfile:
