@@ -41,6 +41,22 @@ template <int kCount, typename Body>
   }(std::make_integer_sequence<int, kCount>{});
 }
 
+// Calls body with a constant number of rows up to kMost and the first row, until all rows had their turn: passes as
+// equal as can be.
+template <int kMost, typename Body>
+inline void for_passes(int num_rows, Body&& body) {
+  for (int first = 0, left = num_rows; left > 0;) {
+    const int rows = ceil_div(left, ceil_div(left, kMost));
+    unroll<kMost>([&](auto i) __attribute__((always_inline)) {
+      if (rows == i() + 1) {
+        body(std::integral_constant<int, i() + 1>{}, first);
+      }
+    });
+    first += rows;
+    left -= rows;
+  }
+}
+
 // sum += x, and sum += a * b, in the order written and in sum's own register. Left to itself the compiler gathers the
 // products of a step first, runs out of registers and keeps the sums on the stack, or copies each sum once a step.
 inline void add_in_place(__m256i& sum, __m256i x) { asm volatile("vpaddd %1, %0, %0" : "+x"(sum) : "x"(x)); }

@@ -452,22 +452,6 @@ template <int kBits, int kRows, Precision kPrecision>
   }
 }
 
-// Calls body with a constant number of rows up to kMost and the first row, until all rows had their turn: passes as
-// equal as can be.
-template <int kMost, typename Body>
-inline void for_passes(int num_rows, Body&& body) {
-  for (int first = 0, left = num_rows; left > 0;) {
-    const int rows = ceil_div(left, ceil_div(left, kMost));
-    unroll<kMost>([&](auto i) __attribute__((always_inline)) {
-      if (rows == i() + 1) {
-        body(std::integral_constant<int, i() + 1>{}, first);
-      }
-    });
-    first += rows;
-    left -= rows;
-  }
-}
-
 // The query in the records' basis, times `scale`. Returns its product with the keys' mean.
 float turn_query(const float* from, const KvTransforms& at, const HeadTurn& turn, int head_dim, float scale,
                  float* query) {

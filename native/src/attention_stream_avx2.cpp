@@ -263,22 +263,6 @@ template <int kRows>
   }
 }
 
-// Calls body with a constant number of rows up to kMost and the first row, until all rows had their turn: passes as
-// equal as can be.
-template <int kMost, typename Body>
-inline void for_passes(int num_rows, Body&& body) {
-  for (int first = 0, left = num_rows; left > 0;) {
-    const int rows = ceil_div(left, ceil_div(left, kMost));
-    unroll<kMost>([&](auto i) __attribute__((always_inline)) {
-      if (rows == i() + 1) {
-        body(std::integral_constant<int, i() + 1>{}, first);
-      }
-    });
-    first += rows;
-    left -= rows;
-  }
-}
-
 // Queries as the scores need them; returns the factor that brings scores to units of log2(e).
 float prepare_query(const float* x, int head_dim, bool is_int8, float to_log2, std::int16_t* codes, float* blocks) {
   if (!is_int8) {
