@@ -86,25 +86,39 @@ class MixedSession(Session):
             assert is_free or arena.codec_of(block.block_id) == codecs[block.level]
 
 
+def run_random_requests(
+    session: MixedSession,
+    draw: random.Random,
+    num_requests: int,
+    *,
+    prefix: tuple[int, int],
+    longest_tail: int,
+    most_output: int,
+) -> None:
+    """Add requests that share four prefixes of some length while others run, abort a few, and finish all."""
+    prefixes = [random_prompt(draw.randint(*prefix), seed=100 + i) for i in range(4)]
+    num_added = 0
+    while num_added < num_requests or session.core.has_work:
+        if num_added < num_requests and draw.random() < 0.4:
+            prompt = draw.choice(prefixes)
+            prompt = prompt + random_prompt(draw.randint(1, longest_tail), seed=num_added)
+            sampling = {"temperature": 0.8, "seed": num_added, "ignore_eos": True}
+            max_tokens = draw.randint(1, most_output)
+            session.add([request(f"r{num_added}", prompt, max_tokens=max_tokens, **sampling)])
+            num_added += 1
+        if draw.random() < 0.05 and num_added:
+            session.abort(f"r{draw.randrange(num_added)}")
+        session.step()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_memory_counted_is_memory_there_is(decoder, seed):
     """Random requests with common prefixes in a pool far too small, with preemption and aborts."""
     draw = random.Random(seed)
     core = mixed_core(decoder, 48, max_running=6, max_batch_tokens=48)
-    session = MixedSession(core)
-    prefixes = [random_prompt(draw.randint(20, 70), seed=100 + i) for i in range(4)]
-    num_added = 0
-    while num_added < 40 or core.has_work:
-        if num_added < 40 and draw.random() < 0.4:
-            prompt = draw.choice(prefixes) + random_prompt(draw.randint(1, 40), seed=num_added)
-            sampling = {"temperature": 0.8, "seed": num_added, "ignore_eos": True}
-            session.add(
-                [request(f"r{num_added}", prompt, max_tokens=draw.randint(1, 50), **sampling)]
-            )
-            num_added += 1
-        if draw.random() < 0.05 and num_added:
-            session.abort(f"r{draw.randrange(num_added)}")
-        session.step()
+    run_random_requests(
+        MixedSession(core), draw, 40, prefix=(20, 70), longest_tail=40, most_output=50
+    )
     core.check_invariants()
     stats = core._manager.stats()
     assert stats.num_demotions_by_age > 50
@@ -190,20 +204,9 @@ def span_core(decoder: NativeDecoder, num_blocks: int, rule: str, **changes):
 def test_memory_counted_is_memory_there_is_with_blocks_of_spans(decoder, rule):
     draw = random.Random(rule)
     core = span_core(decoder, 14, rule, max_running=6, max_batch_tokens=100)
-    session = MixedSession(core)
-    prefixes = [random_prompt(draw.randint(70, 330), seed=100 + i) for i in range(4)]
-    num_added = 0
-    while num_added < 30 or core.has_work:
-        if num_added < 30 and draw.random() < 0.4:
-            prompt = draw.choice(prefixes) + random_prompt(draw.randint(1, 200), seed=num_added)
-            sampling = {"temperature": 0.8, "seed": num_added, "ignore_eos": True}
-            session.add(
-                [request(f"r{num_added}", prompt, max_tokens=draw.randint(1, 90), **sampling)]
-            )
-            num_added += 1
-        if draw.random() < 0.05 and num_added:
-            session.abort(f"r{draw.randrange(num_added)}")
-        session.step()
+    run_random_requests(
+        MixedSession(core), draw, 30, prefix=(70, 330), longest_tail=200, most_output=90
+    )
     core.check_invariants()
     stats = core._manager.stats()
     assert stats.num_demotions_by_age > 30

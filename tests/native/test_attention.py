@@ -435,34 +435,52 @@ def test_sequences_without_rows_and_empty_steps(isa: str) -> None:
     assert private_step([], []).run().shape == (0, 6, 64)
 
 
-@st.composite
-def random_steps(draw: st.DrawFn) -> Step:
-    block_size = draw(st.sampled_from([4, 16, 24]))
-    group = draw(st.integers(1, 4))
-    num_kv_heads = draw(st.integers(1, 2))
+@dataclass(frozen=True)
+class Tables:
+    """Sequences of a step, some of which begin with blocks of others."""
+
+    num_rows: list[int]
+    context_lens: list[int]
+    tables: list[list[int]]
+    num_blocks: int
+
+
+def draw_tables(
+    draw: st.DrawFn, block_size: int, *, max_sequences: int, max_fresh: int, max_rows: int
+) -> Tables:
+    """Draw up to so many sequences with up to so many blocks of their own and rows in the step."""
     tables: list[list[int]] = []
     num_rows, context_lens, next_id = [], [], 0
-    for _ in range(draw(st.integers(1, 6))):
+    for _ in range(draw(st.integers(1, max_sequences))):
         table: list[int] = []
         if tables and draw(st.booleans()):
             other = draw(st.sampled_from(tables))
             table = other[: draw(st.integers(0, len(other)))]
-        fresh = draw(st.integers(0 if table else 1, 8))
+        fresh = draw(st.integers(0 if table else 1, max_fresh))
         table = [*table, *range(next_id, next_id + fresh)]
         next_id += fresh
         length = draw(st.integers((len(table) - 1) * block_size + 1, len(table) * block_size))
         tables.append(table)
         context_lens.append(length)
-        num_rows.append(min(length, draw(st.integers(1, 40))))
+        num_rows.append(min(length, draw(st.integers(1, max_rows))))
+    return Tables(num_rows, context_lens, tables, next_id)
+
+
+@st.composite
+def random_steps(draw: st.DrawFn) -> Step:
+    block_size = draw(st.sampled_from([4, 16, 24]))
+    group = draw(st.integers(1, 4))
+    num_kv_heads = draw(st.integers(1, 2))
+    drawn = draw_tables(draw, block_size, max_sequences=6, max_fresh=8, max_rows=40)
     return Step(
         num_heads=group * num_kv_heads,
         num_kv_heads=num_kv_heads,
         head_dim=draw(st.sampled_from([8, 32, 64])),
         codec=draw(st.sampled_from(["raw16", "int8"])),
         block_size=block_size,
-        num_rows=num_rows,
-        context_lens=context_lens,
-        tables=tables,
+        num_rows=drawn.num_rows,
+        context_lens=drawn.context_lens,
+        tables=drawn.tables,
         window=draw(st.sampled_from([0, 0, 30, 1000])),
         num_layers=1,
         layer=0,

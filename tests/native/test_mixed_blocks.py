@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import pytest
@@ -18,13 +18,16 @@ from tests.native.test_attention import (  # noqa: E402  # nothing there without
     TOLERANCE,
     consecutive,
     decode,
+    draw_tables,
     encode,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-NAMES = ("raw16", "int8")
+CODECS = ("raw16", "int8", "int4", "int3")
+"""By their numbers."""
+NAMES = CODECS[:2]
 NOT_ALLOCATED = 255
 PATTERNS = {
     "by age": lambda i, n: "raw16" if i == 0 or i >= n - 3 else "int8",
@@ -61,37 +64,57 @@ class MixedStep:
     num_layers: int = 2
     layer: int = 1
     seed: int = 0
+    spread: float = 2.0
+    """Of the queries."""
     queries: np.ndarray = field(init=False)
     arena: np.ndarray = field(init=False)
     offsets: np.ndarray = field(init=False)
     codes: np.ndarray = field(init=False)
-    decoded: np.ndarray = field(init=False)
+    keys: np.ndarray = field(init=False)
+    """(B, L, K, P, D): in the basis in which queries are given."""
+    values: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(self.seed)
-        shape = (self.num_heads, self.head_dim)
-        self.queries = rng.standard_normal((sum(self.num_rows), *shape), np.float32) * 2
+        shape = (sum(self.num_rows), self.num_heads, self.head_dim)
+        self.queries = rng.standard_normal(shape, np.float32) * np.float32(self.spread)
+        self.prepare(rng)
         num_blocks = len(self.codecs)
-        block = (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
-        written = np.zeros((num_blocks, self.block_size), bool)
-        for table, context_len in zip(self.tables, self.context_lens, strict=True):
-            for position in range(context_len):
-                written[table[position // self.block_size], position % self.block_size] = True
-        self.codes = np.array([NAMES.index(codec) for codec in self.codecs], np.uint8)
+        block = (self.num_layers, self.num_kv_heads, self.block_size, self.head_dim)
+        self.codes = np.array([CODECS.index(codec) for codec in self.codecs], np.uint8)
         self.offsets = np.zeros(num_blocks, np.int64)
-        self.decoded = np.zeros((num_blocks, *block))
+        self.keys = np.zeros((num_blocks, *block))
+        self.values = np.zeros_like(self.keys)
         pieces, used = [], 0
         for block_id in rng.permutation(num_blocks).tolist():
-            codec = self.codecs[block_id]
-            rows = encode(codec, rng.standard_normal(block, np.float32))
-            self.decoded[block_id] = decode(codec, rows, self.head_dim)
-            # Bytes of all ones are NaN as a bfloat16 and as the scale of int8.
-            rows[..., ~written[block_id], :] = 0xFF
+            stored = self.make_block(block_id, rng)
             gap = np.full(int(rng.integers(0, 40)), 0xFF, np.uint8)
             self.offsets[block_id] = used + len(gap)
-            pieces += [gap, rows.reshape(-1)]
-            used += len(gap) + rows.size
+            pieces += [gap, stored]
+            used += len(gap) + stored.size
         self.arena = np.concatenate([*pieces, np.zeros(0, np.uint8)])[None]
+
+    def prepare(self, rng: np.random.Generator) -> None:
+        """Draw what all blocks have in common."""
+
+    def make_block(self, block_id: int, rng: np.random.Generator) -> np.ndarray:
+        """Return the bytes of a block, and set what they stand for."""
+        codec = self.codecs[block_id]
+        shape = (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+        rows = encode(codec, rng.standard_normal(shape, np.float32))
+        held = decode(codec, rows, self.head_dim)
+        self.keys[block_id], self.values[block_id] = held[:, 0], held[:, 1]
+        # Bytes of all ones are NaN as a bfloat16 and as the scale of int8.
+        rows[..., ~self._written(block_id), :] = 0xFF
+        return rows.reshape(-1)
+
+    def _written(self, block_id: int) -> np.ndarray:
+        written = np.zeros(self.block_size, bool)
+        for table, context_len in zip(self.tables, self.context_lens, strict=True):
+            for place, other in enumerate(table):
+                if other == block_id:
+                    written[: max(0, context_len - place * self.block_size)] = True
+        return written
 
     def layout(self) -> dict[str, object]:
         return {
@@ -137,8 +160,10 @@ class MixedStep:
         for table, num_rows, context_len in zip(
             self.tables, self.num_rows, self.context_lens, strict=True
         ):
-            blocks = self.decoded[table, self.layer].transpose(1, 2, 0, 3, 4)
-            k, v = blocks.reshape(2, self.num_kv_heads, -1, self.head_dim)[:, :, :context_len]
+            k, v = (
+                x[table, self.layer].swapaxes(0, 1).reshape(self.num_kv_heads, -1, self.head_dim)
+                for x in (self.keys, self.values)
+            )
             for i in range(num_rows):
                 end = context_len - num_rows + i + 1
                 first = max(0, end - self.window) if self.window else 0
@@ -155,34 +180,54 @@ class MixedStep:
         return out
 
     def value_range(self) -> float:
-        return float(np.abs(self.decoded[:, self.layer, 1]).max())
+        return float(np.nanmax(np.abs(self.values[:, self.layer])))
+
+
+AnyStep = TypeVar("AnyStep", bound=MixedStep)
+
+
+def error_of(step: MixedStep, threads: int = 1) -> float:
+    """Return how far off attention is, as a share of the values' range."""
+    return float(np.abs(step.run(threads) - step.expected()).max() / step.value_range())
 
 
 def check(step: MixedStep, isa: str, threads: int = 1) -> None:
-    error = np.abs(step.run(threads) - step.expected()).max() / step.value_range()
+    error = error_of(step, threads)
     assert error <= TOLERANCE[isa], f"{error=:.2e}"
 
 
-def codecs_of(tables: list[list[int]], pattern: str) -> list[str]:
+def codecs_of(tables: list[list[int]], pattern: Callable[[int, int], str]) -> list[str]:
+    """Return codecs by block id; the pattern knows a block's place in its table, and how many there are."""
     codecs = ["raw16"] * (1 + max((i for table in tables for i in table), default=0))
     for table in tables:
         for place, block_id in enumerate(table):
-            codecs[block_id] = PATTERNS[pattern](place, len(table))
+            codecs[block_id] = pattern(place, len(table))
     return codecs
 
 
-def private_step(
-    pattern: str, num_rows: list[int], context_lens: list[int], **more: object
-) -> MixedStep:
+def step_of(
+    kind: type[AnyStep],
+    pattern: Callable[[int, int], str],
+    num_rows: list[int],
+    context_lens: list[int],
+    **more: object,
+) -> AnyStep:
+    """Return a step of sequences that share nothing."""
     sizes = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 64, "block_size": 16, **more}
     tables = consecutive(num_rows, context_lens, sizes["block_size"])
-    return MixedStep(
+    return kind(
         num_rows=num_rows,
         context_lens=context_lens,
         tables=tables,
         codecs=codecs_of(tables, pattern),
         **sizes,
     )
+
+
+def private_step(
+    pattern: str, num_rows: list[int], context_lens: list[int], **more: object
+) -> MixedStep:
+    return step_of(MixedStep, PATTERNS[pattern], num_rows, context_lens, **more)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -223,7 +268,7 @@ def test_prefixes_that_several_sequences_share(isa: str, pattern: str, block_siz
         [*root, *branch, 23],
     ]
     lengths = [block_size * len(table) - 3 for table in tables]
-    codecs = codecs_of(tables, pattern)
+    codecs = codecs_of(tables, PATTERNS[pattern])
     step = MixedStep(6, 2, 64, block_size, [1, 2, 1, 1, 3], lengths, tables, codecs)
     assert step.info()["num_shared"] == 2
     assert step.info()["blocks_read"] == 4 + 10 + 1 + 2 + 5 + 3 + 1
@@ -283,29 +328,17 @@ def test_blocks_beyond_four_gib(isa: str) -> None:
 def random_steps(draw: st.DrawFn) -> MixedStep:
     block_size = draw(st.sampled_from([4, 16, 24, 64]))
     num_kv_heads = draw(st.integers(1, 2))
-    tables: list[list[int]] = []
-    num_rows, context_lens, next_id = [], [], 0
-    for _ in range(draw(st.integers(1, 6))):
-        table: list[int] = []
-        if tables and draw(st.booleans()):
-            other = draw(st.sampled_from(tables))
-            table = other[: draw(st.integers(0, len(other)))]
-        fresh = draw(st.integers(0 if table else 1, 12))
-        table = [*table, *range(next_id, next_id + fresh)]
-        next_id += fresh
-        length = draw(st.integers((len(table) - 1) * block_size + 1, len(table) * block_size))
-        tables.append(table)
-        context_lens.append(length)
-        num_rows.append(min(length, draw(st.integers(1, 40))))
+    drawn = draw_tables(draw, block_size, max_sequences=6, max_fresh=12, max_rows=40)
+    codecs = st.lists(st.sampled_from(NAMES), min_size=drawn.num_blocks, max_size=drawn.num_blocks)
     return MixedStep(
         num_heads=num_kv_heads * draw(st.integers(1, 4)),
         num_kv_heads=num_kv_heads,
         head_dim=draw(st.sampled_from([8, 32, 64, 96])),
         block_size=block_size,
-        num_rows=num_rows,
-        context_lens=context_lens,
-        tables=tables,
-        codecs=draw(st.lists(st.sampled_from(NAMES), min_size=next_id, max_size=next_id)),
+        num_rows=drawn.num_rows,
+        context_lens=drawn.context_lens,
+        tables=drawn.tables,
+        codecs=draw(codecs),
         window=draw(st.sampled_from([0, 0, 30, 1000])),
         num_layers=1,
         layer=0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 _native = pytest.importorskip("kvist._native", reason="the native extension is not built")
 
-from tests.native.test_attention import POOLS, consecutive, decode, encode  # noqa: E402
+from tests.native.test_attention import POOLS, draw_tables  # noqa: E402
+from tests.native.test_mixed_blocks import (  # noqa: E402
+    CODECS,
+    MixedStep,
+    codecs_of,
+    error_of,
+    step_of,
+)
 
 from kvist.bench.kernels import (  # noqa: E402  # after the extension was found
     AttentionSizes,
@@ -29,7 +36,6 @@ from kvist.kernels.rotation import rotation  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-CODECS = ("raw16", "int8", "int4", "int3")
 BITS = {"int4": 4, "int3": 3}
 SPAN = 64
 NAN = 255
@@ -105,69 +111,23 @@ def usual(rng: np.random.Generator, outer: tuple[int, ...], head_dim: int, bits:
 
 
 @dataclass
-class SpanStep:
-    """A step over blocks of the codecs given, scattered over an arena of bytes that are NaN wherever they are read."""
+class SpanStep(MixedStep):
+    """A step over blocks of rows and of records."""
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    num_rows: list[int]
-    context_lens: list[int]
-    tables: list[list[int]]
-    codecs: list[str]
-    """By block id."""
-    window: int = 0
-    softcap: float = 0.0
-    num_layers: int = 2
-    layer: int = 1
-    seed: int = 0
-    spread: float = 2.0
-    """Of the queries."""
     change: Callable[[Parts], None] | None = None
     """Changes what the records of int4 and int3 say."""
-    queries: np.ndarray = field(init=False)
-    arena: np.ndarray = field(init=False)
-    offsets: np.ndarray = field(init=False)
-    codes: np.ndarray = field(init=False)
-    keys: np.ndarray = field(init=False)
-    """(B, L, K, P, D): in the basis in which queries are given."""
-    values: np.ndarray = field(init=False)
 
-    def __post_init__(self) -> None:
-        rng = np.random.default_rng(self.seed)
-        num_blocks = len(self.codecs)
-        outer = (self.num_layers, self.num_kv_heads)
-        block = (*outer, self.block_size, self.head_dim)
-        shape = (sum(self.num_rows), self.num_heads, self.head_dim)
-        self.queries = (rng.standard_normal(shape) * self.spread).astype(np.float32)
-        self.mean = rng.standard_normal((*outer, self.head_dim), np.float32)
-        self.key_balance = np.exp2(rng.uniform(-1, 1, self.mean.shape)).astype(np.float32)
-        self.value_balance = np.exp2(rng.uniform(-1, 1, self.mean.shape)).astype(np.float32)
+    def prepare(self, rng: np.random.Generator) -> None:
+        shape = (self.num_layers, self.num_kv_heads, self.head_dim)
+        self.mean = rng.standard_normal(shape, np.float32)
+        self.key_balance = np.exp2(rng.uniform(-1, 1, shape)).astype(np.float32)
+        self.value_balance = np.exp2(rng.uniform(-1, 1, shape)).astype(np.float32)
         self.transforms = _native.KvTransforms(self.mean, self.key_balance, self.value_balance)
-        self.codes = np.array([CODECS.index(codec) for codec in self.codecs], np.uint8)
-        self.offsets = np.zeros(num_blocks, np.int64)
-        self.keys = np.zeros((num_blocks, *block))
-        self.values = np.zeros_like(self.keys)
-        pieces, used = [], 0
-        for block_id in rng.permutation(num_blocks).tolist():
-            stored = self._make(block_id, rng)
-            gap = np.full(int(rng.integers(0, 40)), 0xFF, np.uint8)
-            self.offsets[block_id] = used + len(gap)
-            pieces += [gap, stored]
-            used += len(gap) + stored.size
-        self.arena = np.concatenate([*pieces, np.zeros(0, np.uint8)])[None]
 
-    def _make(self, block_id: int, rng: np.random.Generator) -> np.ndarray:
-        """Return the bytes of a block, and set what they stand for."""
+    def make_block(self, block_id: int, rng: np.random.Generator) -> np.ndarray:
         codec, outer = self.codecs[block_id], (self.num_layers, self.num_kv_heads)
         if codec not in BITS:
-            shape = (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
-            rows = encode(codec, rng.standard_normal(shape, np.float32))
-            held = decode(codec, rows, self.head_dim)
-            self.keys[block_id], self.values[block_id] = held[:, 0], held[:, 1]
-            rows[..., ~self._written(block_id), :] = 0xFF
-            return rows.reshape(-1)
+            return super().make_block(block_id, rng)
         bits, spans = BITS[codec], self.block_size // SPAN
         parts = usual(rng, (self.num_layers, spans, self.num_kv_heads), self.head_dim, bits)
         if self.change is not None:
@@ -183,73 +143,8 @@ class SpanStep:
             self.values[block_id] = values @ turn.T / self.value_balance[:, :, None]
         return parts.records(bits).reshape(-1)
 
-    def _written(self, block_id: int) -> np.ndarray:
-        written = np.zeros(self.block_size, bool)
-        for table, context_len in zip(self.tables, self.context_lens, strict=True):
-            for place, other in enumerate(table):
-                if other == block_id:
-                    written[: max(0, context_len - place * self.block_size)] = True
-        return written
-
     def layout(self) -> dict[str, object]:
-        return {
-            "codec": "raw16",
-            "num_kv_heads": self.num_kv_heads,
-            "block_size": self.block_size,
-            "query_starts": np.cumsum([0, *self.num_rows], dtype=np.int32),
-            "context_lens": np.array(self.context_lens, np.int32),
-            "table_starts": np.cumsum([0, *map(len, self.tables)], dtype=np.int32),
-            "block_ids": np.array([i for table in self.tables for i in table], np.int32),
-            "window": self.window,
-            "offsets": self.offsets,
-            "codecs": self.codes,
-            "transforms": self.transforms,
-        }
-
-    def run(self, threads: int = 1, **changed: object) -> np.ndarray:
-        arguments = {
-            "num_layers": self.num_layers,
-            "layer": self.layer,
-            "scale": self.head_dim**-0.5,
-            "softcap": self.softcap,
-            **self.layout(),
-            **changed,
-        }
-        return _native.attention(POOLS[threads], self.queries, self.arena, **arguments)
-
-    def expected(self) -> np.ndarray:
-        """Return what float64 makes of the decoded blocks."""
-        out = np.zeros(self.queries.shape)
-        group = self.num_heads // self.num_kv_heads
-        row = 0
-        for table, num_rows, context_len in zip(
-            self.tables, self.num_rows, self.context_lens, strict=True
-        ):
-            k, v = (
-                x[table, self.layer].swapaxes(0, 1).reshape(self.num_kv_heads, -1, self.head_dim)
-                for x in (self.keys, self.values)
-            )
-            for i in range(num_rows):
-                end = context_len - num_rows + i + 1
-                first = max(0, end - self.window) if self.window else 0
-                q = self.queries[row + i].astype(np.float64)
-                q = q.reshape(self.num_kv_heads, group, self.head_dim)
-                scores = np.einsum("kgd,kpd->kgp", q, k[:, first:end]) * self.head_dim**-0.5
-                if self.softcap:
-                    scores = self.softcap * np.tanh(scores / self.softcap)
-                weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-                weights /= weights.sum(axis=-1, keepdims=True)
-                mean = np.einsum("kgp,kpd->kgd", weights, v[:, first:end])
-                out[row + i] = mean.reshape(self.num_heads, self.head_dim)
-            row += num_rows
-        return out
-
-    def value_range(self) -> float:
-        return float(np.nanmax(np.abs(self.values[:, self.layer])))
-
-
-def error_of(step: SpanStep, threads: int = 1) -> float:
-    return float(np.abs(step.run(threads) - step.expected()).max() / step.value_range())
+        return {**super().layout(), "transforms": self.transforms}
 
 
 def check(step: SpanStep, isa: str, threads: int = 1) -> None:
@@ -257,26 +152,11 @@ def check(step: SpanStep, isa: str, threads: int = 1) -> None:
     assert error <= TOLERANCE[isa], f"{error=:.2e}"
 
 
-def codecs_of(tables: list[list[int]], pattern: str) -> list[str]:
-    codecs = ["raw16"] * (1 + max((i for table in tables for i in table), default=0))
-    for table in tables:
-        for place, block_id in enumerate(table):
-            codecs[block_id] = PATTERNS[pattern](place, len(table))
-    return codecs
-
-
 def private_step(
     pattern: str, num_rows: list[int], context_lens: list[int], **more: object
 ) -> SpanStep:
-    sizes = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 64, "block_size": 64, **more}
-    tables = consecutive(num_rows, context_lens, sizes["block_size"])
-    return SpanStep(
-        num_rows=num_rows,
-        context_lens=context_lens,
-        tables=tables,
-        codecs=codecs_of(tables, pattern),
-        **sizes,
-    )
+    sizes = {"block_size": SPAN, **more}
+    return step_of(SpanStep, PATTERNS[pattern], num_rows, context_lens, **sizes)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -341,7 +221,9 @@ def test_prefixes_that_several_sequences_share(isa: str, pattern: str) -> None:
     tables += [[*root, *branch, 23 + i] for i in range(6)]
     lengths = [64 * len(table) - 3 for table in tables]
     num_rows = [1, 2, 1, 1, 3, 1, 1, 1, 1, 20]
-    check(SpanStep(6, 2, 64, 64, num_rows, lengths, tables, codecs_of(tables, pattern)), isa)
+    check(
+        SpanStep(6, 2, 64, 64, num_rows, lengths, tables, codecs_of(tables, PATTERNS[pattern])), isa
+    )
 
 
 def test_a_uniform_arena_needs_no_tables(isa: str) -> None:
@@ -474,29 +356,17 @@ def test_rows_whose_window_is_past_what_is_no_number_are_whole(isa: str) -> None
 def random_steps(draw: st.DrawFn) -> SpanStep:
     block_size = draw(st.sampled_from([64, 64, 128]))
     num_kv_heads = draw(st.integers(1, 2))
-    tables: list[list[int]] = []
-    num_rows, context_lens, next_id = [], [], 0
-    for _ in range(draw(st.integers(1, 5))):
-        table: list[int] = []
-        if tables and draw(st.booleans()):
-            other = draw(st.sampled_from(tables))
-            table = other[: draw(st.integers(0, len(other)))]
-        fresh = draw(st.integers(0 if table else 1, 6))
-        table = [*table, *range(next_id, next_id + fresh)]
-        next_id += fresh
-        length = draw(st.integers((len(table) - 1) * block_size + 1, len(table) * block_size))
-        tables.append(table)
-        context_lens.append(length)
-        num_rows.append(min(length, draw(st.integers(1, 20))))
+    drawn = draw_tables(draw, block_size, max_sequences=5, max_fresh=6, max_rows=20)
+    codecs = st.lists(st.sampled_from(CODECS), min_size=drawn.num_blocks, max_size=drawn.num_blocks)
     return SpanStep(
         num_heads=num_kv_heads * draw(st.integers(1, 4)),
         num_kv_heads=num_kv_heads,
         head_dim=draw(st.sampled_from([8, 32, 64, 80, 96])),
         block_size=block_size,
-        num_rows=num_rows,
-        context_lens=context_lens,
-        tables=tables,
-        codecs=draw(st.lists(st.sampled_from(CODECS), min_size=next_id, max_size=next_id)),
+        num_rows=drawn.num_rows,
+        context_lens=drawn.context_lens,
+        tables=drawn.tables,
+        codecs=draw(codecs),
         window=draw(st.sampled_from([0, 0, 30, 200])),
         softcap=draw(st.sampled_from([0.0, 0.0, 20.0])),
         num_layers=1,
