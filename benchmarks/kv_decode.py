@@ -20,13 +20,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from benchmarks.control_plane import machine
+from benchmarks.native_model import load_native
 
-from kvist import plan as planning
 from kvist.codecs.transforms import uncalibrated
-from kvist.config import EngineConfig
-from kvist.engine.build import load_model, model_fingerprint
+from kvist.errors import KernelUnavailable
 from kvist.kernels import native
-from kvist.model import catalog
 from kvist.model.native_decoder import NativeDecoder, StepSequence
 from kvist.precision import LADDER, PRESETS, KVPrecision
 from kvist.spec import KVSpec
@@ -71,13 +69,10 @@ def main() -> int:
     if unknown := sorted(set(names) - {*LADDER, *PRESETS}):
         known = ", ".join(dict.fromkeys((*LADDER, *PRESETS)))
         parser.error(f"--settings must be of {known}, received {unknown[0]!r}")
-    resolved = catalog.resolve(arguments.model)
-    spec = planning.read_spec(resolved.path)
-    config = EngineConfig.from_options(model=arguments.model, weights=arguments.weights)
-    plan = planning.resolve(config, spec, planning.detect_hardware())
-    decoder = load_model(plan, resolved.path, spec, model_fingerprint(resolved.path, spec))
-    if not isinstance(decoder, NativeDecoder):
-        print("error: there are no native kernels here", file=sys.stderr)
+    try:
+        _, plan, decoder = load_native(arguments.model, arguments.weights)
+    except KernelUnavailable as error:
+        print(f"error: {error}", file=sys.stderr)
         return 1
     settings = [setting(name, decoder, arguments.context, arguments.batch) for name in names]
     step_s: dict[str, list[float]] = {name: [] for name in names}

@@ -15,13 +15,11 @@ import sys
 import time
 
 from benchmarks.control_plane import machine
+from benchmarks.native_model import load_native
 
-from kvist import plan as planning
-from kvist.config import EngineConfig
-from kvist.engine.build import assemble, load_model, model_fingerprint
+from kvist.engine.build import assemble
 from kvist.engine.core import RequestGroup
-from kvist.model import catalog
-from kvist.model.native_decoder import NativeDecoder
+from kvist.errors import KernelUnavailable
 from kvist.model.tokenizer import load_tokenizer
 from kvist.types import SamplingParams, TokenId
 
@@ -34,15 +32,12 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=512, help="prompt tokens of each stream")
     parser.add_argument("--steps", type=int, default=300, help="decode steps measured")
     arguments = parser.parse_args()
-    resolved = catalog.resolve(arguments.model)
-    spec = planning.read_spec(resolved.path)
-    config = EngineConfig.from_options(model=arguments.model, weights=arguments.weights)
-    plan = planning.resolve(config, spec, planning.detect_hardware())
-    decoder = load_model(plan, resolved.path, spec, model_fingerprint(resolved.path, spec))
-    if not isinstance(decoder, NativeDecoder):
-        print("error: there are no native kernels here", file=sys.stderr)
+    try:
+        path, plan, decoder = load_native(arguments.model, arguments.weights)
+    except KernelUnavailable as error:
+        print(f"error: {error}", file=sys.stderr)
         return 1
-    core = assemble(plan, decoder, load_tokenizer(resolved.path), "benchmark")
+    core = assemble(plan, decoder, load_tokenizer(path), "benchmark")
     warm_up = 20
     params = SamplingParams(
         temperature=0, max_tokens=arguments.steps + warm_up + 2, ignore_eos=True
