@@ -1,5 +1,6 @@
 #include "bindings_kv.h"
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
@@ -63,7 +64,9 @@ KvCodec kv_row_codec_from(const std::string& name) {
   return codec;
 }
 
-OwnedTransforms::OwnedTransforms(const Array& mean, const Array& key_balance, const Array& value_balance) {
+OwnedTransforms::OwnedTransforms(const Array& mean, const Array& key_balance, const Array& value_balance,
+                                 const std::optional<Metric>& key_metric,
+                                 const std::optional<Frequencies>& frequencies) {
   for (int axis = 0; axis < 3; ++axis) {
     const auto size = static_cast<std::size_t>(axis);
     if (mean.shape(size) != key_balance.shape(size) || mean.shape(size) != value_balance.shape(size)) {
@@ -83,6 +86,43 @@ OwnedTransforms::OwnedTransforms(const Array& mean, const Array& key_balance, co
     }
   }
   transforms_ = {values_.data(), values_.data() + count, values_.data() + 2 * count};
+  if (key_metric.has_value() != frequencies.has_value()) {
+    refuse("key_metric and frequencies go together");
+  }
+  if (key_metric.has_value()) {
+    keep_metric(*key_metric, *frequencies);
+  }
+}
+
+void OwnedTransforms::keep_metric(const Metric& metric, const Frequencies& frequencies) {
+  const std::int64_t head_dim = shape_[2];
+  const std::array<std::int64_t, 4> expected = {shape_[0], shape_[1], head_dim, head_dim};
+  for (std::size_t axis = 0; axis < expected.size(); ++axis) {
+    if (static_cast<std::int64_t>(metric.shape(axis)) != expected[axis]) {
+      refuse("key_metric must be (L, K, D, D) of the sizes of the mean");
+    }
+  }
+  if (static_cast<std::int64_t>(frequencies.shape(0)) != shape_[0] ||
+      static_cast<std::int64_t>(frequencies.shape(1)) * 2 != head_dim) {
+    refuse("frequencies must be (L, D / 2) of the sizes of the mean");
+  }
+  metric_.reserve(static_cast<std::size_t>(shape_[0] * shape_[1] * kv_metric_size(static_cast<int>(head_dim))));
+  const float* row = metric.data();
+  for (std::int64_t i = 0; i < shape_[0] * shape_[1] * head_dim; ++i, row += head_dim) {
+    const std::int64_t channel = i % head_dim;
+    metric_.insert(metric_.end(), row, row + channel + 1);
+    if (row[channel] < 0.0F) {
+      refuse("the diagonals of key_metric must not be below 0, received " + std::to_string(row[channel]));
+    }
+  }
+  frequencies_.assign(frequencies.data(), frequencies.data() + frequencies.size());
+  const auto is_finite = [](double x) { return std::isfinite(x); };
+  if (!std::all_of(metric_.begin(), metric_.end(), is_finite) ||
+      !std::all_of(frequencies_.begin(), frequencies_.end(), is_finite)) {
+    refuse("key_metric and frequencies must be finite");
+  }
+  transforms_.key_metric = metric_.data();
+  transforms_.frequencies = frequencies_.data();
 }
 
 const KvTransforms* OwnedTransforms::of(int num_layers, int num_kv_heads, int head_dim) const {
@@ -170,9 +210,14 @@ void bind_kv(nb::module_& module) {
   using Source = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
   using Target = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
   nb::class_<OwnedTransforms>(module, "KvTransforms")
-      .def(nb::init<const OwnedTransforms::Array&, const OwnedTransforms::Array&, const OwnedTransforms::Array&>(),
-           nb::arg("mean").noconvert(), nb::arg("key_balance").noconvert(), nb::arg("value_balance").noconvert(),
-           "Copies what int4 and int3 know of a model: (L, K, D) float32 each.");
+      .def(
+          nb::init<const OwnedTransforms::Array&, const OwnedTransforms::Array&, const OwnedTransforms::Array&,
+                   const std::optional<OwnedTransforms::Metric>&, const std::optional<OwnedTransforms::Frequencies>&>(),
+          nb::arg("mean").noconvert(), nb::arg("key_balance").noconvert(), nb::arg("value_balance").noconvert(),
+          nb::arg("key_metric").noconvert().none() = nb::none(), nb::arg("frequencies").noconvert().none() = nb::none(),
+          "Copies what int4 and int3 know of a model: (L, K, D) float32 each, and for encoders what an error of a key "
+          "costs, (L, K, D, D) float32, and by how much a position turns each pair of its channels, (L, D / 2) "
+          "float64. Without these each channel is rounded by itself.");
 
   module.def(
       "kv_codecs",
@@ -189,7 +234,7 @@ void bind_kv(nb::module_& module) {
       "recode_block",
       [](Pool& pool, const Source& source, const Target& target, const std::string& source_codec,
          const std::string& target_codec, int num_layers, int num_kv_heads, int block_size, int head_dim,
-         int num_tokens, const OwnedTransforms* transforms) {
+         int num_tokens, const OwnedTransforms* transforms, std::int64_t start) {
         if (head_dim < 8 || head_dim > 256 || head_dim % 8 != 0) {
           refuse("head_dim must be a multiple of 8 up to 256, received " + std::to_string(head_dim));
         }
@@ -208,6 +253,10 @@ void bind_kv(nb::module_& module) {
             with_codec({KvCodec::kRaw16, num_kv_heads, block_size, head_dim, 0, 0}, KvCodec::kRaw16);
         KvRecode recode = {with_codec(layout, kv_codec_from(source_codec)),
                            with_codec(layout, kv_codec_from(target_codec)), num_layers, num_tokens};
+        if (start < 0) {
+          refuse("start must be the position of the block's first token, received " + std::to_string(start));
+        }
+        recode.start = start;
         if (transforms != nullptr) {
           recode.transforms = transforms->of(num_layers, num_kv_heads, head_dim);
         }
@@ -229,9 +278,11 @@ void bind_kv(nb::module_& module) {
       nb::arg("pool"), nb::arg("source").noconvert(), nb::arg("target").noconvert(), nb::kw_only(),
       nb::arg("source_codec"), nb::arg("target_codec"), nb::arg("num_layers"), nb::arg("num_kv_heads"),
       nb::arg("block_size"), nb::arg("head_dim"), nb::arg("num_tokens"), nb::arg("transforms").none() = nb::none(),
+      nb::arg("start") = 0,
       "Writes the first positions of a block into another one of another codec or the same; all of them into int4 and "
       "int3, which need transforms, to be read as well as to be written. K of raw16 and int8 is turned where a block "
-      "becomes or was int4 or int3. Returns how many K or V rows, of int4 and int3 turned components, had values "
+      "becomes or was int4 or int3. `start` is the position of the block's first token in its sequence, by which a key "
+      "metric is turned. Returns how many K or V rows, of int4 and int3 turned components, had values "
       "beyond the target's range, which were held within it.");
 }
 

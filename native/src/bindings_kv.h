@@ -31,16 +31,24 @@ KvCodec kv_row_codec_from(const std::string& name);
 class OwnedTransforms {
  public:
   using Array = nanobind::ndarray<const float, nanobind::ndim<3>, nanobind::c_contig, nanobind::device::cpu>;
+  using Metric = nanobind::ndarray<const float, nanobind::ndim<4>, nanobind::c_contig, nanobind::device::cpu>;
+  using Frequencies = nanobind::ndarray<const double, nanobind::ndim<2>, nanobind::c_contig, nanobind::device::cpu>;
 
-  // Throws std::invalid_argument unless the three are of one shape, finite, and the balances above 0.
-  OwnedTransforms(const Array& mean, const Array& key_balance, const Array& value_balance);
+  // Throws std::invalid_argument unless the first three are of one shape, finite, and the balances above 0, and the last
+  // two are both there or none, of the same layers, heads and channels, finite, and no diagonal is below 0.
+  OwnedTransforms(const Array& mean, const Array& key_balance, const Array& value_balance,
+                  const std::optional<Metric>& key_metric, const std::optional<Frequencies>& frequencies);
 
   // Throws std::invalid_argument unless they are of a model of these sizes.
   const KvTransforms* of(int num_layers, int num_kv_heads, int head_dim) const;
 
  private:
+  void keep_metric(const Metric& metric, const Frequencies& frequencies);
+
   std::array<std::int64_t, 3> shape_;
   std::vector<float> values_;
+  std::vector<float> metric_;  // lower triangles
+  std::vector<double> frequencies_;
   KvTransforms transforms_;
 };
 

@@ -87,6 +87,7 @@ class Recoding {
     }
     if (kind_ == Kind::kSpans) {
       turn_ = head_turn(from_.head_dim);
+      has_feedback_ = to_bits_ != 0 && recode.transforms->key_metric != nullptr;
     }
   }
 
@@ -105,7 +106,7 @@ class Recoding {
 
   // Per thread, aligned to kAlignment.
   std::size_t scratch_bytes() const {
-    return kind_ == Kind::kSpans ? 2 * rows_bytes() + round_up(kv_span_scratch_bytes(from_.head_dim), kAlignment) : 0;
+    return kind_ == Kind::kSpans ? 2 * rows_bytes() + inner_bytes() + (has_feedback_ ? shares_bytes() : 0) : 0;
   }
 
   // Returns how much was held.
@@ -137,6 +138,12 @@ class Recoding {
 
   std::size_t rows_bytes() const { return static_cast<std::size_t>(kSpanTokens * from_.head_dim) * sizeof(float); }
 
+  std::size_t inner_bytes() const { return round_up(kv_span_scratch_bytes(from_.head_dim), kAlignment); }
+
+  std::size_t shares_bytes() const {
+    return round_up(static_cast<std::size_t>(from_.head_dim) * from_.head_dim * sizeof(float), kAlignment);
+  }
+
   int recode_plane(std::int64_t plane) const {
     const std::uint8_t* row = source_ + plane * from_.block_size * from_.row_bytes;
     std::uint8_t* out = target_ + plane * to_.block_size * to_.row_bytes;
@@ -163,7 +170,8 @@ class Recoding {
     auto* keys = reinterpret_cast<float*>(scratch);
     auto* values = reinterpret_cast<float*>(scratch + rows_bytes());
     void* inner = scratch + 2 * rows_bytes();
-    const std::int64_t numbers = (std::int64_t{layer} * from_.num_kv_heads + head) * from_.head_dim;
+    const std::int64_t layer_head = std::int64_t{layer} * from_.num_kv_heads + head;
+    const std::int64_t numbers = layer_head * from_.head_dim;
     const KvSpanHead with = {&turn_, recode_.transforms->mean + numbers, recode_.transforms->key_balance + numbers,
                              recode_.transforms->value_balance + numbers};
     if (from_bits_ != 0) {
@@ -173,9 +181,31 @@ class Recoding {
       read_rows(layer, 1, head, span, values);
     }
     if (to_bits_ != 0) {
-      return spans_.encode(to_bits_, with, keys, values, target_ + record_at(to_, to_bits_, layer, span, head), inner);
+      float* shares = nullptr;
+      if (has_feedback_) {
+        shares = reinterpret_cast<float*>(scratch + 2 * rows_bytes() + inner_bytes());
+        find_shares(with, layer, layer_head, recode_.start + std::int64_t{span} * kSpanTokens, shares);
+      }
+      return spans_.encode(to_bits_, with, shares, keys, values, target_ + record_at(to_, to_bits_, layer, span, head),
+                           inner);
     }
     return write_rows(layer, 0, head, span, keys) + write_rows(layer, 1, head, span, values);
+  }
+
+  // Of a span that starts at the given position.
+  void find_shares(const KvSpanHead& with, int layer, std::int64_t layer_head, std::int64_t start,
+                   float* shares) const {
+    const int half = from_.head_dim / 2;
+    const double* frequencies = recode_.transforms->frequencies + std::int64_t{layer} * half;
+    float cosines[kMaxHeadDim / 2];
+    float sines[kMaxHeadDim / 2];
+    for (int pair = 0; pair < half; ++pair) {
+      const double angle = static_cast<double>(start) * frequencies[pair];
+      cosines[pair] = static_cast<float>(std::cos(angle));
+      sines[pair] = static_cast<float>(std::sin(angle));
+    }
+    const float* lower = recode_.transforms->key_metric + layer_head * kv_metric_size(from_.head_dim);
+    spans_.feedback(with, {lower, cosines, sines}, shares);
   }
 
   static std::int64_t record_at(const KvLayout& layout, int bits, int layer, int span, int head) {
@@ -220,6 +250,7 @@ class Recoding {
   int from_bits_;
   int to_bits_;
   Kind kind_;
+  bool has_feedback_ = false;
   HeadTurn turn_;
 };
 

@@ -7,6 +7,11 @@
 // operations for each of 3 grids; V costs one turn and 14 operations for each of 5 scales, seldom 6, most of them the
 // search for the level. 64 positions and D, a multiple of 8, leave no tails.
 //
+// With feedback K is rounded in columns, all positions of a channel at once: D / 2 products a value, eight channels at a
+// time what the channels before those eight take, then one by one what the eight take from each other. The shares cost
+// D^3 / 6 products and two turns of the (D, D) metric for each span, in tiles of registers as well: for D = 64 about as
+// much as the rounding, for D = 256, whose 256 KiB fill half of a second-level cache, a little more.
+//
 // Compiled without contraction of products and sums, in the order of the serial version: the bytes are the same.
 #include <immintrin.h>
 
@@ -30,7 +35,7 @@ KVIST_INLINE __m256 round(__m256 x) { return _mm256_round_ps(x, _MM_FROUND_TO_NE
 KVIST_INLINE __m256 magnitude(__m256 x) { return _mm256_andnot_ps(broadcast(-0.0F), x); }
 KVIST_INLINE __m256 above(__m256 a, __m256 b) { return _mm256_cmp_ps(a, b, _CMP_GT_OQ); }
 
-// --- transposing and turning; columns are (D, 64)
+// --- transposing and turning; columns are (D, 64) where no width is given
 
 void to_columns(const float* rows, int head_dim, float* columns) {
   for (int c = 0; c < head_dim; c += kVector) {
@@ -56,12 +61,12 @@ void to_rows(const float* columns, int head_dim, float* rows) {
 
 // log2(Radix) stages at once: rows `step` apart.
 template <int Radix>
-void hadamard_pass(float* columns, int head_dim, int step) {
+void hadamard_pass(float* columns, int head_dim, int width, int step) {
   for (int first = 0; first < head_dim; first += Radix * step) {
     for (int c = first; c < first + step; ++c) {
-      for (int t = 0; t < kSpanTokens; t += kVector) {
-        float* base = columns + c * kSpanTokens + t;
-        const std::ptrdiff_t stride = std::ptrdiff_t{kSpanTokens} * step;
+      for (int t = 0; t < width; t += kVector) {
+        float* base = columns + c * width + t;
+        const std::ptrdiff_t stride = std::ptrdiff_t{width} * step;
         __m256 v[Radix];
         unroll<Radix>([&](auto i) KVIST_LAMBDA { v[i] = _mm256_load_ps(base + i * stride); });
         const auto stage = [&](auto distance) KVIST_LAMBDA {
@@ -86,25 +91,25 @@ void hadamard_pass(float* columns, int head_dim, int step) {
   }
 }
 
-void hadamard(float* columns, const HeadTurn& turn) {
+void hadamard(float* columns, int width, const HeadTurn& turn) {
   const int head_dim = turn.power * turn.odd;
   int step = 1;
   for (; step * 8 <= turn.power; step *= 8) {
-    hadamard_pass<8>(columns, head_dim, step);
+    hadamard_pass<8>(columns, head_dim, width, step);
   }
   if (step * 4 == turn.power) {
-    hadamard_pass<4>(columns, head_dim, step);
+    hadamard_pass<4>(columns, head_dim, width, step);
   } else if (step * 2 == turn.power) {
-    hadamard_pass<2>(columns, head_dim, step);
+    hadamard_pass<2>(columns, head_dim, width, step);
   }
 }
 
 // The cosine transform across the runs of `power` channels, or back.
-void cosines(float* columns, const HeadTurn& turn, bool back) {
+void cosines(float* columns, int width, const HeadTurn& turn, bool back) {
   if (turn.odd == 1) {
     return;
   }
-  const std::ptrdiff_t stride = std::ptrdiff_t{kSpanTokens} * turn.power;
+  const std::ptrdiff_t stride = std::ptrdiff_t{width} * turn.power;
   for (float* base = columns; base < columns + stride; base += kVector) {
     __m256 column[kMaxOddPart];
     for (int run = 0; run < turn.odd; ++run) {
@@ -133,15 +138,15 @@ KVIST_INLINE void for_channels(float* columns, int head_dim, const Change& chang
   }
 }
 
-// All of turning but the signs, and all of turning back.
-void turn_columns(float* columns, const HeadTurn& turn) {
-  hadamard(columns, turn);
-  cosines(columns, turn, false);
+// All of turning but the signs, and all of turning back, of `width` columns.
+void turn_columns(float* columns, int width, const HeadTurn& turn) {
+  hadamard(columns, width, turn);
+  cosines(columns, width, turn, false);
 }
 
-void turn_columns_back(float* columns, const HeadTurn& turn) {
-  cosines(columns, turn, true);
-  hadamard(columns, turn);
+void turn_columns_back(float* columns, int width, const HeadTurn& turn) {
+  cosines(columns, width, turn, true);
+  hadamard(columns, width, turn);
 }
 
 // --- e5m3
@@ -277,10 +282,14 @@ class KeyGrids {
     return num_held;
   }
 
-  void store(std::uint8_t* steps, std::uint8_t* zeros, std::uint8_t* codes) const {
+  void store_grids(std::uint8_t* steps, std::uint8_t* zeros) const {
     const __m256i nan = _mm256_set1_epi32(kE5m3Nan);
     store_bytes(steps, _mm256_blendv_epi8(nan, best_.byte, _mm256_castps_si256(found_.sound)));
     store_bytes(zeros, _mm256_cvtps_epi32(best_.zero));
+  }
+
+  // Each channel by itself.
+  void round_each(std::uint8_t* codes) const {
     const __m256 inverse = inverses_of(values_of(best_.byte));
     const __m256 half = _mm256_mul_ps(best_.zero, broadcast(0.5F));
     for (int t = 0; t < kSpanTokens; t += 4) {
@@ -338,12 +347,133 @@ class KeyGrids {
   Best best_;
 };
 
+// Takes `count` rows of errors, each by its share, from Channels rows of two vectors each. Shares of a channel are
+// `stride` apart from those of the next one.
+template <int Channels>
+KVIST_INLINE void take_errors(const float* shares, std::ptrdiff_t stride, const float* errors, int count,
+                              __m256 (&moved)[Channels][2]) {
+  for (int i = 0; i < count; ++i, errors += kSpanTokens) {
+    const __m256 first = _mm256_load_ps(errors);
+    const __m256 second = _mm256_load_ps(errors + kVector);
+    unroll<Channels>([&](auto c) KVIST_LAMBDA {
+      const __m256 share = _mm256_broadcast_ss(shares + c * stride + i);
+      moved[c][0] = _mm256_sub_ps(moved[c][0], _mm256_mul_ps(share, first));
+      moved[c][1] = _mm256_sub_ps(moved[c][1], _mm256_mul_ps(share, second));
+    });
+  }
+}
+
+// Keys of a span, in columns, channel by channel. A channel that is done has its errors in its column.
 template <int Bits>
-int encode_keys(const KvSpanHead& head, float* keys, std::uint8_t* record, float* columns, std::uint8_t* codes) {
+class KeyRounding {
+ public:
+  // The record has steps and zero points.
+  KeyRounding(const float* shares, int head_dim, const std::uint8_t* record, float* columns, std::uint8_t* codes)
+      : shares_(shares), head_dim_(head_dim), steps_(record), columns_(columns), codes_(codes) {
+    zeros_ = record + kv_record_layout(Bits, head_dim).zeros;
+  }
+
+  void run() {
+    for (int first = 0; first < head_dim_; first += kVector) {
+      move_by_earlier(first);
+      for (int i = 0; i < kVector; ++i) {
+        round_channel(first, i);
+      }
+    }
+  }
+
+ private:
+  static constexpr float kLimit = (1 << Bits) - 1;
+
+  // What the channels before eight of them leave of those.
+  void move_by_earlier(int first) {
+    constexpr int kTile = 4;
+    for (int c = 0; c < kVector; c += kTile) {
+      for (int t = 0; t < kSpanTokens; t += 2 * kVector) {
+        const float* x = columns_ + (first + c) * kSpanTokens + t;
+        __m256 tile[kTile][2];
+        unroll<kTile>([&](auto i) KVIST_LAMBDA {
+          tile[i][0] = _mm256_load_ps(x + i * kSpanTokens);
+          tile[i][1] = _mm256_load_ps(x + i * kSpanTokens + kVector);
+        });
+        take_errors<kTile>(shares_ + (first + c) * head_dim_, head_dim_, columns_ + t, first, tile);
+        unroll<kTile>([&](auto i) KVIST_LAMBDA {
+          _mm256_store_ps(moved_ + (c + i) * kSpanTokens + t, tile[i][0]);
+          _mm256_store_ps(moved_ + (c + i) * kSpanTokens + t + kVector, tile[i][1]);
+        });
+      }
+    }
+  }
+
+  // Channel `i` of the eight, after those before it.
+  void round_channel(int first, int i) {
+    const int channel = first + i;
+    float* x = columns_ + channel * kSpanTokens;
+    const float* errors = columns_ + first * kSpanTokens;
+    const float* shares = shares_ + channel * head_dim_ + first;
+    std::uint8_t* group = codes_ + channel / 4 * 4 * kSpanTokens;
+    if (steps_[channel] == kE5m3Nan) [[unlikely]] {
+      for (int t = 0; t < kSpanTokens; t += kVector) {
+        _mm256_store_ps(x + t, _mm256_setzero_ps());
+        add_codes(_mm256_setzero_si256(), channel, group + 4 * t);
+      }
+      return;
+    }
+    const float scalar_step = e5m3_to_f32(steps_[channel]);
+    const __m256 step = broadcast(scalar_step);
+    const __m256 inverse = broadcast(inverse_of(scalar_step));
+    const __m256 half = broadcast(static_cast<float>(static_cast<std::int8_t>(zeros_[channel])) * 0.5F);
+    __m256 moved[kVectors];
+    unroll<kVectors>([&](auto v) KVIST_LAMBDA { moved[v] = _mm256_load_ps(moved_ + i * kSpanTokens + v * kVector); });
+    for (int before = 0; before < i; ++before) {
+      const __m256 share = _mm256_broadcast_ss(shares + before);
+      unroll<kVectors>([&](auto v) KVIST_LAMBDA {
+        const __m256 error = _mm256_load_ps(errors + before * kSpanTokens + v * kVector);
+        moved[v] = _mm256_sub_ps(moved[v], _mm256_mul_ps(share, error));
+      });
+    }
+    unroll<kVectors>([&](auto v) KVIST_LAMBDA {
+      const __m256 own = _mm256_load_ps(x + v * kVector);
+      const __m256 exact = _mm256_sub_ps(_mm256_mul_ps(own, inverse), half);
+      const __m256 lowest = within_grid(_mm256_floor_ps(exact));
+      const __m256 highest = within_grid(_mm256_ceil_ps(exact));
+      // What is no number becomes the second operand, the lowest.
+      const __m256 nearest = round(_mm256_sub_ps(_mm256_mul_ps(moved[v], inverse), half));
+      const __m256 code = _mm256_min_ps(_mm256_max_ps(nearest, lowest), highest);
+      const __m256 stored = _mm256_mul_ps(step, _mm256_add_ps(code, half));
+      _mm256_store_ps(x + v * kVector, _mm256_sub_ps(stored, own));
+      add_codes(_mm256_cvtps_epi32(code), channel, group + 4 * v * kVector);
+    });
+  }
+
+  static KVIST_INLINE __m256 within_grid(__m256 code) {
+    return _mm256_min_ps(_mm256_max_ps(code, _mm256_setzero_ps()), broadcast(kLimit));
+  }
+
+  // Eight codes beside those of the channels before it in its group of four.
+  static KVIST_INLINE void add_codes(__m256i codes, int channel, std::uint8_t* group) {
+    auto* four = reinterpret_cast<__m256i*>(group);
+    const int member = channel % 4;
+    const __m256i shifted = _mm256_sll_epi32(codes, _mm_cvtsi32_si128(8 * member));
+    _mm256_storeu_si256(four, member == 0 ? shifted : _mm256_or_si256(_mm256_loadu_si256(four), shifted));
+  }
+
+  const float* shares_;
+  int head_dim_;
+  const std::uint8_t* steps_;
+  const std::uint8_t* zeros_;
+  float* columns_;
+  std::uint8_t* codes_;
+  alignas(32) float moved_[kVector * kSpanTokens];
+};
+
+template <int Bits>
+int encode_keys(const KvSpanHead& head, const float* shares, float* keys, std::uint8_t* record, float* columns,
+                std::uint8_t* codes) {
   const HeadTurn& turn = *head.turn;
   const int head_dim = turn.power * turn.odd;
   to_columns(keys, head_dim, columns);
-  turn_columns_back(columns, turn);
+  turn_columns_back(columns, kSpanTokens, turn);
   for_channels(columns, head_dim, [&](int c) KVIST_LAMBDA {
     return [sign = broadcast(turn.signs[c]), mean = broadcast(head.mean[c]),
             balance = broadcast(head.key_balance[c])](__m256 x) KVIST_LAMBDA {
@@ -351,14 +481,23 @@ int encode_keys(const KvSpanHead& head, float* keys, std::uint8_t* record, float
       return _mm256_mul_ps(_mm256_mul_ps(centred, balance), sign);
     };
   });
-  turn_columns(columns, turn);
+  turn_columns(columns, kSpanTokens, turn);
   to_rows(columns, head_dim, keys);
   const KvRecordLayout parts = kv_record_layout(Bits, head_dim);
   int num_held = 0;
   for (int c = 0; c < head_dim; c += kVector) {
     KeyGrids<Bits> grids(keys + c, head_dim);
     num_held += grids.choose();
-    grids.store(record + c, record + parts.zeros + c, codes + c * kSpanTokens);
+    grids.store_grids(record + c, record + parts.zeros + c);
+    if (shares == nullptr) {
+      grids.round_each(codes + c * kSpanTokens);
+    }
+  }
+  if (shares != nullptr) {
+    if (num_held > 0) [[unlikely]] {
+      to_columns(keys, head_dim, columns);
+    }
+    KeyRounding<Bits>(shares, head_dim, record, columns, codes).run();
   }
   pack_codes<Bits>(codes, kSpanTokens, head_dim / 4, record + parts.key_codes);
   return num_held;
@@ -507,7 +646,7 @@ int encode_values(const KvSpanHead& head, const float* values, std::uint8_t* rec
     return [sign = broadcast(turn.signs[c]), balance = broadcast(head.value_balance[c])](__m256 x)
                KVIST_LAMBDA { return _mm256_mul_ps(_mm256_mul_ps(x, balance), sign); };
   });
-  turn_columns(columns, turn);
+  turn_columns(columns, kSpanTokens, turn);
   const KvRecordLayout parts = kv_record_layout(Bits, head_dim);
   int num_held = 0;
   for (int t = 0; t < kSpanTokens; t += kVector) {
@@ -539,14 +678,14 @@ void decode_keys(const KvSpanHead& head, const std::uint8_t* record, float* keys
       _mm256_store_ps(columns + c * kSpanTokens + t, y);
     }
   }
-  turn_columns_back(columns, turn);
+  turn_columns_back(columns, kSpanTokens, turn);
   for_channels(columns, head_dim, [&](int c) KVIST_LAMBDA {
     return [sign = broadcast(turn.signs[c]), mean = broadcast(head.mean[c]),
             balance = broadcast(head.key_balance[c])](__m256 x) KVIST_LAMBDA {
       return _mm256_mul_ps(_mm256_add_ps(_mm256_div_ps(_mm256_mul_ps(x, sign), balance), mean), sign);
     };
   });
-  turn_columns(columns, turn);
+  turn_columns(columns, kSpanTokens, turn);
   to_rows(columns, head_dim, keys);
 }
 
@@ -578,7 +717,7 @@ void decode_values(const KvSpanHead& head, const std::uint8_t* record, float* va
     }
   }
   to_columns(values, head_dim, columns);
-  turn_columns_back(columns, turn);
+  turn_columns_back(columns, kSpanTokens, turn);
   for_channels(columns, head_dim, [&](int c) KVIST_LAMBDA {
     return [sign = broadcast(turn.signs[c]), balance = broadcast(head.value_balance[c])](__m256 x)
                KVIST_LAMBDA { return _mm256_div_ps(_mm256_mul_ps(x, sign), balance); };
@@ -586,10 +725,174 @@ void decode_values(const KvSpanHead& head, const std::uint8_t* record, float* va
   to_rows(columns, head_dim, values);
 }
 
+// --- feedback; matrices are (D, D)
+
+// Turns both queries of a metric by RoPE, then brings it into the basis of turned keys: along its columns.
+void turn_metric(float* matrix, const KvSpanHead& head, const KvSpanMetric& metric) {
+  const HeadTurn& turn = *head.turn;
+  const int head_dim = turn.power * turn.odd;
+  const int half = head_dim / 2;
+  for (int c = 0; c < half; ++c) {
+    const __m256 cosine = broadcast(metric.cosines[c]);
+    const __m256 sine = broadcast(metric.sines[c]);
+    const __m256 first_factor = broadcast(1.0F / head.key_balance[c]);
+    const __m256 second_factor = broadcast(1.0F / head.key_balance[c + half]);
+    const __m256 first_sign = broadcast(turn.signs[c]);
+    const __m256 second_sign = broadcast(turn.signs[c + half]);
+    float* row = matrix + c * head_dim;
+    for (float* x = row; x < row + head_dim; x += kVector) {
+      float* y = x + half * head_dim;
+      const __m256 first = _mm256_load_ps(x);
+      const __m256 second = _mm256_load_ps(y);
+      const __m256 turned_first = _mm256_sub_ps(_mm256_mul_ps(first, cosine), _mm256_mul_ps(second, sine));
+      const __m256 turned_second = _mm256_add_ps(_mm256_mul_ps(second, cosine), _mm256_mul_ps(first, sine));
+      _mm256_store_ps(x, _mm256_mul_ps(_mm256_mul_ps(turned_first, first_factor), first_sign));
+      _mm256_store_ps(y, _mm256_mul_ps(_mm256_mul_ps(turned_second, second_factor), second_sign));
+    }
+  }
+  turn_columns(matrix, head_dim, turn);
+}
+
+KVIST_INLINE void load_tile(const float* from, std::ptrdiff_t stride, __m256 (&v)[kVector]) {
+  unroll<kVector>([&](auto i) KVIST_LAMBDA { v[i] = _mm256_load_ps(from + i * stride); });
+}
+
+KVIST_INLINE void store_tile(float* to, std::ptrdiff_t stride, const __m256 (&v)[kVector]) {
+  unroll<kVector>([&](auto i) KVIST_LAMBDA { _mm256_store_ps(to + i * stride, v[i]); });
+}
+
+void transpose_matrix(float* matrix, int size) {
+  for (int row = 0; row < size; row += kVector) {
+    for (int column = 0; column <= row; column += kVector) {
+      float* below = matrix + row * size + column;
+      float* above_it = matrix + column * size + row;
+      __m256 lower[kVector], upper[kVector];
+      load_tile(below, size, lower);
+      load_tile(above_it, size, upper);
+      transpose(lower);
+      transpose(upper);
+      store_tile(above_it, size, lower);
+      store_tile(below, size, upper);
+    }
+  }
+}
+
+// The whole symmetric matrix from its lower triangle.
+void unpack_symmetric(const float* lower, int size, float* matrix) {
+  for (int row = 0; row < size; ++row) {
+    std::copy_n(lower, row + 1, matrix + row * size);
+    lower += row + 1;
+  }
+  for (int row = 0; row < size; row += kVector) {
+    for (int column = 0; column < row; column += kVector) {
+      __m256 tile[kVector];
+      load_tile(matrix + row * size + column, size, tile);
+      transpose(tile);
+      store_tile(matrix + column * size + row, size, tile);
+    }
+    for (int i = row; i < row + kVector; ++i) {
+      for (int j = row; j < i; ++j) {
+        matrix[j * size + i] = matrix[i * size + j];
+      }
+    }
+  }
+}
+
+// The factor of a metric, from its last row on: each row takes its part out of those above it, eight rows at a time.
+class Factor {
+ public:
+  Factor(float* matrix, int size) : matrix_(matrix), size_(size) {}
+
+  void run() {
+    for (int first = size_ - kVector; first >= 0; first -= kVector) {
+      factor_rows(first);
+      for (int row = 0; row < first; row += kTile) {
+        int column = 0;
+        for (; column + kVector < row + kTile; column += 2 * kVector) {
+          update<2>(first, row, column);
+        }
+        if (column < row + kTile) {
+          update<1>(first, row, column);
+        }
+      }
+      for (int i = 0; i < kVector; ++i) {
+        std::copy_n(shares_[i], first + i, matrix_ + (first + i) * size_);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kTile = 4;
+
+  // The shares of eight rows, what each of them takes from those of the eight that are above it included.
+  void factor_rows(int first) {
+    for (int i = kVector - 1; i >= 0; --i) {
+      const int row = first + i;
+      const float* own = matrix_ + row * size_;
+      const __m256 inverse = broadcast(1.0F / own[row]);
+      for (int column = 0; column < row; column += kVector) {
+        _mm256_store_ps(shares_[i] + column, _mm256_mul_ps(_mm256_load_ps(own + column), inverse));
+      }
+      for (int above_it = 0; above_it < i; ++above_it) {
+        float* other = matrix_ + (first + above_it) * size_;
+        const __m256 share = broadcast(shares_[i][first + above_it]);
+        for (int column = 0; column <= first + above_it; column += kVector) {
+          const __m256 product = _mm256_mul_ps(share, _mm256_load_ps(own + column));
+          _mm256_store_ps(other + column, _mm256_sub_ps(_mm256_load_ps(other + column), product));
+        }
+      }
+    }
+  }
+
+  // A tile above the eight rows that begin at `first`, less what these take. Beyond the diagonal nothing is read.
+  template <int Vectors>
+  KVIST_INLINE void update(int first, int row, int column) {
+    float* tile = matrix_ + row * size_ + column;
+    const float* own = matrix_ + first * size_ + column;
+    __m256 sums[kTile][Vectors];
+    unroll<kTile>([&](auto r) KVIST_LAMBDA {
+      unroll<Vectors>([&](auto v) KVIST_LAMBDA { sums[r][v] = _mm256_load_ps(tile + r * size_ + v * kVector); });
+    });
+    for (int i = kVector - 1; i >= 0; --i) {
+      __m256 taken[Vectors];
+      unroll<Vectors>([&](auto v) KVIST_LAMBDA { taken[v] = _mm256_load_ps(own + i * size_ + v * kVector); });
+      unroll<kTile>([&](auto r) KVIST_LAMBDA {
+        const __m256 share = _mm256_broadcast_ss(shares_[i] + row + r);
+        unroll<Vectors>([&](auto v)
+                            KVIST_LAMBDA { sums[r][v] = _mm256_sub_ps(sums[r][v], _mm256_mul_ps(share, taken[v])); });
+      });
+    }
+    unroll<kTile>([&](auto r) KVIST_LAMBDA {
+      unroll<Vectors>([&](auto v) KVIST_LAMBDA { _mm256_store_ps(tile + r * size_ + v * kVector, sums[r][v]); });
+    });
+  }
+
+  float* matrix_;
+  int size_;
+  alignas(32) float shares_[kVector][kMaxHeadDim];
+};
+
+void feedback(const KvSpanHead& head, const KvSpanMetric& metric, float* shares) noexcept {
+  const int head_dim = head.turn->power * head.turn->odd;
+  unpack_symmetric(metric.lower, head_dim, shares);
+  turn_metric(shares, head, metric);
+  transpose_matrix(shares, head_dim);
+  turn_metric(shares, head, metric);
+  float trace = 0.0F;
+  for (int c = 0; c < head_dim; ++c) {
+    trace += shares[c * head_dim + c];
+  }
+  const float damping = kMetricDamping * (trace / static_cast<float>(head_dim)) + std::numeric_limits<float>::min();
+  for (int c = 0; c < head_dim; ++c) {
+    shares[c * head_dim + c] += damping;
+  }
+  Factor(shares, head_dim).run();
+}
+
 template <int Bits>
-int encode_span(const KvSpanHead& head, float* keys, const float* values, std::uint8_t* record, float* columns,
-                std::uint8_t* codes) {
-  const int num_held = encode_keys<Bits>(head, keys, record, columns, codes);
+int encode_span(const KvSpanHead& head, const float* shares, float* keys, const float* values, std::uint8_t* record,
+                float* columns, std::uint8_t* codes) {
+  const int num_held = encode_keys<Bits>(head, shares, keys, record, columns, codes);
   return num_held + encode_values<Bits>(head, values, record, columns, codes);
 }
 
@@ -606,10 +909,10 @@ std::uint8_t* codes_in(void* scratch, const KvSpanHead& head) {
   return reinterpret_cast<std::uint8_t*>(static_cast<float*>(scratch) + num_values);
 }
 
-int encode(int bits, const KvSpanHead& head, float* keys, const float* values, std::uint8_t* record,
-           void* scratch) noexcept {
+int encode(int bits, const KvSpanHead& head, const float* shares, float* keys, const float* values,
+           std::uint8_t* record, void* scratch) noexcept {
   const auto run = bits == 4 ? encode_span<4> : encode_span<3>;
-  return run(head, keys, values, record, static_cast<float*>(scratch), codes_in(scratch, head));
+  return run(head, shares, keys, values, record, static_cast<float*>(scratch), codes_in(scratch, head));
 }
 
 void decode(int bits, const KvSpanHead& head, const std::uint8_t* record, float* keys, float* values,
@@ -621,6 +924,6 @@ void decode(int bits, const KvSpanHead& head, const std::uint8_t* record, float*
 }  // namespace
 
 extern const KvSpanKernels kv_span_avx2;
-const KvSpanKernels kv_span_avx2 = {encode, decode};
+const KvSpanKernels kv_span_avx2 = {feedback, encode, decode};
 
 }  // namespace kvist

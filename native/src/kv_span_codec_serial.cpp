@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "kv_span_grid.h"
 #include "kvist/kv_span_codec.h"
@@ -143,8 +144,25 @@ std::uint8_t& code_at(std::uint8_t* codes, int num_lanes, int lane, int member) 
   return codes[(member / 4 * num_lanes + lane) * 4 + member % 4];
 }
 
+// The codes of one channel, `x` its values. `moved` are those values less what the errors of channels before it take.
 template <int Bits>
-int encode_keys(const KvSpanHead& head, float* keys, std::uint8_t* record, std::uint8_t* codes) {
+void round_channel(Choice choice, const float* x, const float* moved, float* codes) {
+  const float limit = static_cast<float>((1 << Bits) - 1);
+  const float inverse = inverse_of(e5m3_to_f32(choice.byte));
+  const float half = static_cast<float>(choice.zero) * 0.5F;
+  for (int t = 0; t < kSpanTokens; ++t) {
+    const float exact = position_in_grid(x[t], inverse, half);
+    const float lowest = std::clamp(std::floor(exact), 0.0F, limit);
+    const float highest = std::clamp(std::ceil(exact), 0.0F, limit);
+    // A position that is no number becomes the lowest.
+    const float nearest = std::nearbyint(position_in_grid(moved[t], inverse, half));
+    const float not_below = nearest > lowest ? nearest : lowest;
+    codes[t] = not_below < highest ? not_below : highest;
+  }
+}
+
+template <int Bits>
+int encode_keys(const KvSpanHead& head, const float* shares, float* keys, std::uint8_t* record, std::uint8_t* codes) {
   const RowwiseKernels& kernels = rowwise_kernels(Isa::kSerial);
   const HeadTurn& turn = *head.turn;
   const int head_dim = turn.power * turn.odd;
@@ -166,11 +184,28 @@ int encode_keys(const KvSpanHead& head, float* keys, std::uint8_t* record, std::
     const bool is_sound = is_finite(channel, kSpanTokens);
     num_held += is_sound ? hold(channel, kSpanTokens, kReachOfKeys<Bits>) : 0;
     const Choice choice = is_sound ? choose_grid(Bits, channel) : Choice{kE5m3Nan, 0};
-    const float inverse = inverse_of(e5m3_to_f32(choice.byte));
+    const float step = e5m3_to_f32(choice.byte);
     const float half = static_cast<float>(choice.zero) * 0.5F;
+    float rounded[kSpanTokens] = {};
+    if (is_sound && shares != nullptr) {
+      float moved[kSpanTokens];
+      for (int t = 0; t < kSpanTokens; ++t) {
+        moved[t] = channel[t];
+        for (int before = 0; before < c; ++before) {
+          moved[t] -= shares[c * head_dim + before] * keys[t * head_dim + before];
+        }
+      }
+      round_channel<Bits>(choice, channel, moved, rounded);
+    } else if (is_sound) {
+      for (int t = 0; t < kSpanTokens; ++t) {
+        const float position = position_in_grid(channel[t], inverse_of(step), half);
+        rounded[t] = nearest_code(position, static_cast<float>((1 << Bits) - 1));
+      }
+    }
     for (int t = 0; t < kSpanTokens; ++t) {
-      const float code = nearest_code(position_in_grid(channel[t], inverse, half), static_cast<float>((1 << Bits) - 1));
-      code_at(codes, kSpanTokens, t, c) = is_sound ? static_cast<std::uint8_t>(code) : 0;
+      code_at(codes, kSpanTokens, t, c) = static_cast<std::uint8_t>(rounded[t]);
+      // Nobody needs the key any more, but channels after it its error.
+      keys[t * head_dim + c] = is_sound ? step * (rounded[t] + half) - channel[t] : 0.0F;
     }
     record[c] = choice.byte;
     record[parts.zeros + c] = static_cast<std::uint8_t>(choice.zero);
@@ -253,14 +288,68 @@ void decode_values(const KvSpanHead& head, const std::uint8_t* record, float* va
   }
 }
 
-int encode(int bits, const KvSpanHead& head, float* keys, const float* values, std::uint8_t* record,
-           void* scratch) noexcept {
+// --- feedback
+
+void transpose(float* matrix, int size) {
+  for (int row = 0; row < size; ++row) {
+    for (int column = 0; column < row; ++column) {
+      std::swap(matrix[row * size + column], matrix[column * size + row]);
+    }
+  }
+}
+
+void feedback(const KvSpanHead& head, const KvSpanMetric& metric, float* shares) noexcept {
+  const RowwiseKernels& kernels = rowwise_kernels(Isa::kSerial);
+  const HeadTurn& turn = *head.turn;
+  const int head_dim = turn.power * turn.odd;
+  const float* lower = metric.lower;
+  for (int row = 0; row < head_dim; ++row) {
+    for (int column = 0; column <= row; ++column) {
+      shares[row * head_dim + column] = shares[column * head_dim + row] = *lower++;
+    }
+  }
+  for (int side = 0; side < 2; ++side) {
+    for (float* row = shares; row < shares + head_dim * head_dim; row += head_dim) {
+      kernels.rope(row, metric.cosines, metric.sines, head_dim / 2);
+      for (int c = 0; c < head_dim; ++c) {
+        row[c] *= 1.0F / head.key_balance[c];
+      }
+      kernels.turn(row, turn);
+    }
+    transpose(shares, head_dim);
+  }
+  float trace = 0.0F;
+  for (int c = 0; c < head_dim; ++c) {
+    trace += shares[c * head_dim + c];
+  }
+  const float damping = kMetricDamping * (trace / static_cast<float>(head_dim)) + std::numeric_limits<float>::min();
+  for (int c = 0; c < head_dim; ++c) {
+    shares[c * head_dim + c] += damping;
+  }
+  // From the last channel on, each takes its part out of the matrix of those before it.
+  for (int c = head_dim - 1; c > 0; --c) {
+    float* own = shares + c * head_dim;
+    const float inverse = 1.0F / own[c];
+    for (int row = 0; row < c; ++row) {
+      const float share = own[row] * inverse;
+      for (int column = 0; column <= row; ++column) {
+        shares[row * head_dim + column] -= share * own[column];
+      }
+    }
+    for (int column = 0; column < c; ++column) {
+      own[column] *= inverse;
+    }
+  }
+}
+
+int encode(int bits, const KvSpanHead& head, const float* shares, float* keys, const float* values,
+           std::uint8_t* record, void* scratch) noexcept {
   auto* codes = static_cast<std::uint8_t*>(scratch);
   if (bits == 4) {
-    const int num_held = encode_keys<4>(head, keys, record, codes);
+    const int num_held = encode_keys<4>(head, shares, keys, record, codes);
     return num_held + encode_values<4>(head, values, record, codes);
   }
-  const int num_held = encode_keys<3>(head, keys, record, codes);
+  const int num_held = encode_keys<3>(head, shares, keys, record, codes);
   return num_held + encode_values<3>(head, values, record, codes);
 }
 
@@ -279,6 +368,6 @@ void decode(int bits, const KvSpanHead& head, const std::uint8_t* record, float*
 }  // namespace
 
 extern const KvSpanKernels kv_span_serial;
-const KvSpanKernels kv_span_serial = {encode, decode};
+const KvSpanKernels kv_span_serial = {feedback, encode, decode};
 
 }  // namespace kvist

@@ -273,14 +273,27 @@ std::string check_span_codec(Isa isa, bool falsified) {
       const KvSpanHead head{&turn, mean.data(), balance.data(), balance.data()};
       const std::vector<float> keys = values.take(count);
       const std::vector<float> rows = values.take(count);
+      // A metric: its diagonal outweighs the rest.
+      std::vector<float> lower = values.take(static_cast<std::size_t>(kv_metric_size(head_dim)));
+      for (int c = 0; c < head_dim; ++c) {
+        lower[static_cast<std::size_t>(kv_metric_size(c + 1) - 1)] = static_cast<float>(head_dim);
+      }
+      const std::vector<float> cosines(static_cast<std::size_t>(head_dim / 2), 0.6F);
+      const std::vector<float> sines(static_cast<std::size_t>(head_dim / 2), 0.8F);
       AlignedBuffer<std::uint8_t> scratch;
       scratch.at_least(kv_span_scratch_bytes(head_dim));
-      // The bytes, and the K and V that they stand for.
+      AlignedBuffer<float> shares;
+      shares.at_least(static_cast<std::size_t>(head_dim) * static_cast<std::size_t>(head_dim));
+      // The bytes with feedback and without, and the K and V that the latter stand for.
       const auto run = [&](const KvSpanKernels& kernels) {
-        std::vector<std::uint8_t> record(static_cast<std::size_t>(kv_record_bytes(bits, head_dim)));
+        const auto bytes = static_cast<std::size_t>(kv_record_bytes(bits, head_dim));
+        std::vector<std::uint8_t> record(2 * bytes);
         std::vector<float> turned = keys;
         std::vector<float> read(2 * count);
-        kernels.encode(bits, head, turned.data(), rows.data(), record.data(), scratch.data());
+        kernels.feedback(head, {lower.data(), cosines.data(), sines.data()}, shares.data());
+        kernels.encode(bits, head, shares.data(), turned.data(), rows.data(), record.data() + bytes, scratch.data());
+        turned = keys;
+        kernels.encode(bits, head, nullptr, turned.data(), rows.data(), record.data(), scratch.data());
         kernels.decode(bits, head, record.data(), read.data(), read.data() + count, scratch.data());
         return std::pair(record, read);
       };

@@ -73,17 +73,19 @@ def time_attention(pool: Pool, queries: Annotated[NDArray[numpy.float32], dict(s
 def encode_kv(codec: str, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None))]: ...
 
 class KvTransforms:
-    def __init__(self, mean: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], key_balance: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], value_balance: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order='C', device='cpu', writable=False)]) -> None:
-        """Copies what int4 and int3 know of a model: (L, K, D) float32 each."""
+    def __init__(self, mean: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], key_balance: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], value_balance: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], key_metric: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None, None), order='C', device='cpu', writable=False)] | None = None, frequencies: Annotated[NDArray[numpy.float64], dict(shape=(None, None), order='C', device='cpu', writable=False)] | None = None) -> None:
+        """
+        Copies what int4 and int3 know of a model: (L, K, D) float32 each, and for encoders what an error of a key costs, (L, K, D, D) float32, and by how much a position turns each pair of its channels, (L, D / 2) float64. Without these each channel is rounded by itself.
+        """
 
 def kv_codecs() -> list:
     """
     Names of the formats of K and V, in the order of their numbers in tables by block id.
     """
 
-def recode_block(pool: Pool, source: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], target: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu')], *, source_codec: str, target_codec: str, num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, num_tokens: int, transforms: KvTransforms | None = None) -> int:
+def recode_block(pool: Pool, source: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], target: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu')], *, source_codec: str, target_codec: str, num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, num_tokens: int, transforms: KvTransforms | None = None, start: int = 0) -> int:
     """
-    Writes the first positions of a block into another one of another codec or the same; all of them into int4 and int3, which need transforms, to be read as well as to be written. K of raw16 and int8 is turned where a block becomes or was int4 or int3. Returns how many K or V rows, of int4 and int3 turned components, had values beyond the target's range, which were held within it.
+    Writes the first positions of a block into another one of another codec or the same; all of them into int4 and int3, which need transforms, to be read as well as to be written. K of raw16 and int8 is turned where a block becomes or was int4 or int3. `start` is the position of the block's first token in its sequence, by which a key metric is turned. Returns how many K or V rows, of int4 and int3 turned components, had values beyond the target's range, which were held within it.
     """
 
 def draw_tokens(pool: Pool, logits: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], draws: Sequence[tuple[int, float, float, int, float, float, int, int]]) -> list[int]:

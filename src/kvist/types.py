@@ -214,6 +214,9 @@ class MemoryOp(NamedTuple):
     """Of the memory to allocate, or to demote the block to; empty for ``free``."""
     num_tokens: int = 0
     """Of ``demote``: leading positions that hold something; 0: all."""
+    block_index: int = 0
+    """Of ``demote``: its place in its sequence. Its first position is that times the block size, which encoders of
+    int4 and int3 take into account."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

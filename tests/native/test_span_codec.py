@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvist.codecs.e5m3 import LARGEST, VALUES
 from kvist.codecs.rotated import INT3, INT4, LEVELS, RotatedCodec, Rows
-from kvist.codecs.transforms import KVTransforms, RowTransform, uncalibrated
+from kvist.codecs.transforms import KeyMetric, KVTransforms, RowTransform, uncalibrated
 from kvist.kernels.rotation import rotation
 
 _native = pytest.importorskip("kvist._native", reason="the native extension is not built")
@@ -68,10 +68,30 @@ def plain(sizes: Sizes) -> KVTransforms:
     return uncalibrated(sizes.num_layers, sizes.num_kv_heads, sizes.head_dim)
 
 
-def native(transforms: KVTransforms) -> _native.KvTransforms:
-    # A broadcast array has no memory of its own.
-    parts = (transforms.mean, transforms.keys.balance, transforms.values.balance)
-    return _native.KvTransforms(*map(np.ascontiguousarray, parts))
+def with_metric(transforms: KVTransforms, seed: int = 4) -> KVTransforms:
+    """Return them with a metric in which a few directions count for more than all others, as those of models do."""
+    generator = np.random.default_rng(seed)
+    *shape, head_dim = transforms.mean.shape
+    rows = generator.normal(size=(*shape, 2 * head_dim, head_dim))
+    rows *= np.exp(generator.normal(size=(*shape, 1, head_dim)))
+    rows[..., : head_dim // 2, :] += 3 * generator.normal(size=(*shape, 1, head_dim))
+    metric = (np.swapaxes(rows, -1, -2) @ rows / (2 * head_dim)).astype(np.float32)
+    frequencies = 10_000.0 ** (-np.arange(head_dim // 2) * 2 / head_dim)
+    return replace(
+        transforms,
+        key_metric=KeyMetric(
+            metric=(metric + np.swapaxes(metric, -1, -2)) / 2,
+            frequencies=np.tile(frequencies, (shape[0], 1)),
+        ),
+    )
+
+
+def plain_with_metric(sizes: Sizes) -> KVTransforms:
+    return with_metric(plain(sizes))
+
+
+def calibrated_with_metric(sizes: Sizes, seed: int = 3) -> KVTransforms:
+    return with_metric(calibrated(sizes, seed))
 
 
 def block_of(rows: Rows) -> np.ndarray:
@@ -129,6 +149,7 @@ def recode(
     *,
     num_tokens: int | None = None,
     threads: int = 2,
+    start: int = 0,
 ) -> Recoded:
     """Return the block over bytes of 0xEE, from and to odd addresses."""
     memory = np.full(block_bytes(target_codec, sizes) + 65, 0xEE, np.uint8)
@@ -143,7 +164,8 @@ def recode(
         target_codec=target_codec,
         **sizes._asdict(),
         num_tokens=sizes.block_size if num_tokens is None else num_tokens,
-        transforms=None if transforms is None else native(transforms),
+        transforms=None if transforms is None else transforms.to_native(),
+        start=start,
     )
     assert memory[0] == 0xEE
     assert (memory[-64:] == 0xEE).all()
@@ -155,13 +177,12 @@ def records_of(target: np.ndarray, sizes: Sizes) -> np.ndarray:
 
 
 def encode_block(
-    codec: str, block: np.ndarray, transforms: KVTransforms, threads: int = 2
+    codec: str, block: np.ndarray, transforms: KVTransforms, threads: int = 2, start: int = 0
 ) -> Recoded:
     """Return the records of a block that was raw16."""
     sizes = Sizes(block.shape[0], block.shape[2], *block.shape[3:])
-    target, held = recode(
-        bytes_of("raw16", block), "raw16", codec, sizes, transforms, threads=threads
-    )
+    source = bytes_of("raw16", block)
+    target, held = recode(source, "raw16", codec, sizes, transforms, threads=threads, start=start)
     return Recoded(records_of(target, sizes), held)
 
 
@@ -184,6 +205,22 @@ def squared_errors(
     exact = turned(model_rows(block), transforms)
     stored = codec.decode_turned(records, block.shape[-1])
     return np.array([np.square(x - y).sum() for x, y in zip(stored, exact, strict=True)])
+
+
+def cost_to_queries(
+    codec: RotatedCodec,
+    records: np.ndarray,
+    block: np.ndarray,
+    transforms: KVTransforms,
+    start: int,
+) -> float:
+    """Return what errors of the keys of a block of one span cost under the metric, heads weighted alike."""
+    assert transforms.key_metric is not None
+    exact = model_rows(block).keys
+    errors = (codec.decode(records, transforms).keys - exact).astype(np.float64)
+    metric = transforms.key_metric.at(start)
+    costs = np.einsum("lkpc,lkcd,lkpd->lk", errors, metric, errors)
+    return float((costs / np.trace(metric, axis1=-2, axis2=-1)).sum())
 
 
 def assert_within_bounds(
@@ -286,14 +323,16 @@ def test_whole_numbers_of_steps_have_the_bytes_of_the_reference(
 # --- what sticks out
 
 
-def every_isa_agrees(name: str, block: np.ndarray, transforms: KVTransforms) -> Recoded:
+def every_isa_agrees(
+    name: str, block: np.ndarray, transforms: KVTransforms, start: int = 0
+) -> Recoded:
     """Return what all instruction sets write, after a check that it is the same."""
     before = _native.isa()
     results = []
     try:
         for other in _native.isas():
             _native.force_isa(other)
-            results.append(encode_block(name, block, transforms))
+            results.append(encode_block(name, block, transforms, start=start))
     finally:
         _native.force_isa(before)
     for result in results[1:]:
@@ -307,6 +346,7 @@ def every_isa_agrees(name: str, block: np.ndarray, transforms: KVTransforms) -> 
     name=st.sampled_from(list(CODECS)),
     head_dim=st.sampled_from([8, 24, 64, 80, 160]),
     is_calibrated=st.booleans(),
+    has_metric=st.booleans(),
     seed=st.integers(0, 10_000),
     exponent=st.integers(-140, 30),
     token=st.integers(0, SPAN - 1),
@@ -318,6 +358,7 @@ def test_bounds_hold_whatever_sticks_out_and_all_write_the_same_bytes(
     name: str,
     head_dim: int,
     is_calibrated: bool,
+    has_metric: bool,
     seed: int,
     exponent: int,
     token: int,
@@ -327,6 +368,7 @@ def test_bounds_hold_whatever_sticks_out_and_all_write_the_same_bytes(
 ) -> None:
     sizes = Sizes(1, 2, SPAN, head_dim)
     transforms = calibrated(sizes, seed) if is_calibrated else plain(sizes)
+    transforms = with_metric(transforms, seed) if has_metric else transforms
     block = np.random.default_rng(seed).normal(size=(1, 2, 2, SPAN, head_dim))
     block[..., channel] += outlier
     block[..., token, :] *= max(1.0, abs(outlier) / 10)
@@ -402,10 +444,11 @@ def test_one_outlier_leaves_other_channels_of_k_and_other_positions_of_v_alone(
 
 
 @pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("make", [plain, plain_with_metric])
 @pytest.mark.parametrize("value", [2.0**-149, 2.0**-133, 2.0**-126, 2.0**-30])
-def test_denormals_give_zeros_and_no_noise(isa: str, name: str, value: float) -> None:
+def test_denormals_give_zeros_and_no_noise(isa: str, name: str, make: object, value: float) -> None:
     sizes = Sizes(1, 1, SPAN, 80)
-    transforms = plain(sizes)
+    transforms = make(sizes)
     block = np.full((1, 2, 1, SPAN, 80), value, np.float32)
     records, held = encode_block(name, block, transforms)
     assert held == 0
@@ -415,12 +458,13 @@ def test_denormals_give_zeros_and_no_noise(isa: str, name: str, value: float) ->
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("wrong", [np.inf, -np.inf, np.nan, 3e38])
 @pytest.mark.parametrize("position", [0, SPAN + 17])
+@pytest.mark.parametrize("make", [calibrated, calibrated_with_metric])
 def test_what_is_not_finite_reads_as_nan_and_touches_nothing_else(
-    isa: str, name: str, wrong: float, position: int
+    isa: str, name: str, wrong: float, position: int, make: object
 ) -> None:
     """A key that is not finite makes NaN of its span in its head, a value of its position. Neither is held."""
     sizes = Sizes(2, 2, 2 * SPAN, 64)
-    transforms = calibrated(sizes)
+    transforms = make(sizes)
     block = random_block(sizes)
     before = encode_block(name, block, transforms).target
     # Where the turned sum overflows whatever the signs.
@@ -450,9 +494,10 @@ def test_what_is_not_finite_reads_as_nan_and_touches_nothing_else(
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_what_is_beyond_reach_is_held_and_counted(isa: str, name: str) -> None:
+@pytest.mark.parametrize("make", [plain, plain_with_metric])
+def test_what_is_beyond_reach_is_held_and_counted(isa: str, name: str, make: object) -> None:
     sizes, codec = Sizes(1, 1, SPAN, 64), CODECS[name]
-    transforms = plain(sizes)
+    transforms = make(sizes)
     block = np.zeros((1, 2, 1, SPAN, 64), np.float32)
     block[0, 0, 0, 3, 5], block[0, 0, 0, 4, 5], block[0, 0, 0, 3, 6] = 1e6, -1e7, 1000.0
     values = np.zeros((1, 1, SPAN, 64), np.float32)
@@ -474,6 +519,130 @@ def test_what_is_beyond_reach_is_held_and_counted(isa: str, name: str) -> None:
     assert held > 0
     assert np.isfinite(reference_block(name, records, transforms)).all()
     assert 255 not in records[..., :64]
+
+
+# --- feedback
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_errors_are_fed_back_as_the_reference_does_it(isa: str, name: str, head_dim: int) -> None:
+    sizes = Sizes(2, 2, SPAN, head_dim)
+    codec, transforms, block = CODECS[name], calibrated_with_metric(sizes), random_block(sizes)
+    start = 5 * SPAN
+    records, held = encode_block(name, block, transforms, start=start)
+    assert held == 0
+    assert_within_bounds(codec, records, block, transforms)
+    reference = codec.encode(model_rows(block), transforms, start).records
+    cost = cost_to_queries(codec, records, block, transforms, start)
+    assert cost <= 1.01 * cost_to_queries(codec, reference, block, transforms, start)
+    # What is half-way goes either way, and takes the channels after it along.
+    assert (records == reference).mean() > 0.98
+    alone = encode_block(name, block, replace(transforms, key_metric=None)).target
+    assert cost < 0.4 * cost_to_queries(codec, alone, block, transforms, start)
+    # Steps, zero points and V do not depend on it.
+    codes = slice(2 * head_dim, 2 * head_dim + 8 * codec.bits * head_dim)
+    np.testing.assert_array_equal(
+        np.delete(records, codes, axis=-1), np.delete(alone, codes, axis=-1)
+    )
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_each_span_has_the_feedback_of_its_own_position(isa: str, name: str) -> None:
+    sizes = Sizes(2, 2, 2 * SPAN, 64)
+    transforms, block = calibrated_with_metric(sizes), random_block(sizes)
+    both = encode_block(name, block, transforms, start=1280).target
+    for span, start in enumerate((1280, 1344)):
+        part = np.ascontiguousarray(block[:, :, :, span * SPAN :][:, :, :, :SPAN])
+        own = encode_block(name, part, transforms, start=start).target
+        np.testing.assert_array_equal(own[:, 0], both[:, span])
+        elsewhere = encode_block(name, part, transforms, start=start + 64).target
+        costs = [
+            cost_to_queries(CODECS[name], records, part, transforms, start)
+            for records in (own, elsewhere)
+        ]
+        assert costs[0] < 0.9 * costs[1]
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_block_has_the_same_bytes_wherever_it_was_encoded_from(isa: str, name: str) -> None:
+    """What int8 holds exactly is the same block in raw16."""
+    sizes = Sizes(1, 2, SPAN, 64)
+    transforms = calibrated_with_metric(sizes)
+    block = np.random.default_rng(0).integers(-127, 128, (1, 2, 2, SPAN, 64)).astype(np.float32)
+    block[..., 0] = 127
+    results = [
+        recode(bytes_of(source, block), source, name, sizes, transforms, start=640).target
+        for source in ("raw16", "int8")
+    ]
+    np.testing.assert_array_equal(*results)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_zeros_are_exact_with_feedback_and_constants_off_by_a_step_at_most(
+    isa: str, name: str
+) -> None:
+    sizes, codec = Sizes(1, 1, SPAN, 64), CODECS[name]
+    transforms = plain_with_metric(sizes)
+    zeros = np.zeros((1, 2, 1, SPAN, 64), np.float32)
+    assert not reference_block(name, encode_block(name, zeros, transforms).target, transforms).any()
+    block = zeros + as_bfloat16(np.logspace(-4, 4, 64)[None])[0]
+    records = encode_block(name, block, transforms, start=128).target
+    assert_within_bounds(codec, records, block, transforms)
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("kind", ["zero", "tiny", "huge", "overflowing", "no metric"])
+def test_a_metric_that_is_none_moves_codes_within_their_bounds(name: str, kind: str) -> None:
+    sizes = Sizes(1, 2, SPAN, 64)
+    transforms, block = calibrated_with_metric(sizes), random_block(sizes)
+    assert transforms.key_metric is not None
+    metric = transforms.key_metric.metric.copy()
+    if kind == "no metric":
+        metric -= 3 * metric.mean() * (1 - np.eye(64, dtype=np.float32))
+        metric[..., 5, 5] = 0
+    factor = {"zero": 0.0, "tiny": 1e-40, "huge": 1e20, "overflowing": 1e36}.get(kind, 1.0)
+    metric = metric.astype(np.float64)
+    metric = (metric * factor).clip(-3e38, 3e38).astype(np.float32)
+    hostile = replace(transforms, key_metric=replace(transforms.key_metric, metric=metric))
+    records, held = every_isa_agrees(name, block, hostile, start=SPAN)
+    assert held == 0
+    assert_within_bounds(CODECS[name], records, block, hostile)
+    if kind == "zero":
+        alone = encode_block(name, block, replace(transforms, key_metric=None)).target
+        np.testing.assert_array_equal(records, alone)
+    if kind == "huge":
+        expected = encode_block(name, block, transforms, start=SPAN).target
+        assert (records == expected).mean() > 0.97
+
+
+def test_metrics_that_do_not_fit_are_refused() -> None:
+    transforms = calibrated_with_metric(Sizes(2, 3, SPAN, 16))
+    assert transforms.key_metric is not None
+    metric, frequencies = transforms.key_metric.metric, transforms.key_metric.frequencies
+    plain_parts = (transforms.mean, transforms.keys.balance, transforms.values.balance)
+
+    def changed(array: np.ndarray, value: float) -> np.ndarray:
+        copy = array.copy()
+        copy[1, ..., 4, 4] = value
+        return copy
+
+    for parts, message in [
+        ((metric, None), "key_metric and frequencies go together"),
+        ((None, frequencies), "key_metric and frequencies go together"),
+        ((metric[:1].copy(), frequencies), r"key_metric must be \(L, K, D, D\)"),
+        ((metric[..., :8, :8].copy(), frequencies), r"key_metric must be \(L, K, D, D\)"),
+        ((metric, frequencies[:1].copy()), r"frequencies must be \(L, D / 2\)"),
+        ((metric, np.zeros((2, 16))), r"frequencies must be \(L, D / 2\)"),
+        ((changed(metric, np.nan), frequencies), "must be finite"),
+        ((changed(metric, np.inf), frequencies), "must be finite"),
+        ((metric, np.full_like(frequencies, np.inf)), "must be finite"),
+        ((changed(metric, -1.0), frequencies), "must not be below 0, received -1.0"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            _native.KvTransforms(*plain_parts, *parts)
+    with pytest.raises(TypeError):
+        _native.KvTransforms(*plain_parts, metric.astype(np.float64), frequencies)
 
 
 # --- between codecs
@@ -532,9 +701,12 @@ def test_heads_of_blocks_are_copied_into_rows(
 
 @pytest.mark.parametrize("source", ["raw16", "int4"])
 @pytest.mark.parametrize("target", ["raw16", "int4", "int3"])
-def test_threads_and_instruction_sets_give_the_same_bytes(source: str, target: str) -> None:
+@pytest.mark.parametrize("make", [calibrated, calibrated_with_metric])
+def test_threads_and_instruction_sets_give_the_same_bytes(
+    source: str, target: str, make: object
+) -> None:
     sizes = Sizes(5, 3, 2 * SPAN, 96)
-    transforms, block = calibrated(sizes), random_block(sizes)
+    transforms, block = make(sizes), random_block(sizes)
     held = bytes_of("raw16", block)
     if source in CODECS:
         held = encode_block(source, block, transforms).target
@@ -570,7 +742,7 @@ def test_what_does_not_fit_is_refused() -> None:
         "target_codec": "int4",
         **sizes._asdict(),
         "num_tokens": SPAN,
-        "transforms": native(plain(sizes)),
+        "transforms": plain(sizes).to_native(),
     }
     back = {
         "source": packed,
@@ -583,8 +755,11 @@ def test_what_does_not_fit_is_refused() -> None:
     for changed, message in [
         ({"transforms": None}, "transforms are needed between raw16 and int4"),
         ({**back, "transforms": None}, "transforms are needed between int4 and raw16"),
-        ({"transforms": native(plain(sizes._replace(num_layers=1)))}, "transforms must be of 2"),
-        ({"transforms": native(plain(sizes._replace(head_dim=16)))}, "transforms must be of 2"),
+        (
+            {"transforms": plain(sizes._replace(num_layers=1)).to_native()},
+            "transforms must be of 2",
+        ),
+        ({"transforms": plain(sizes._replace(head_dim=16)).to_native()}, "transforms must be of 2"),
         ({"num_tokens": SPAN - 1}, "num_tokens must be the whole block of 64 .*int4, received 63"),
         ({"num_tokens": 0}, "num_tokens must be the whole block"),
         ({"num_tokens": SPAN + 1}, "within a block of 64"),
@@ -594,6 +769,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"target": packed[1:]}, "the target must have the 2368 bytes"),
         ({"target_codec": "int3"}, "the target must have the 1856 bytes"),
         ({"target_codec": "int5"}, "raw16, int8, int4 or int3"),
+        ({"start": -64}, "start must be the position of the block's first token, received -64"),
     ]:
         with pytest.raises(ValueError, match=message):
             _native.recode_block(POOLS[1], **{**good, **changed})

@@ -23,8 +23,9 @@ struct KvRecode {
   KvLayout target;
   int num_layers;
   int num_tokens;  // leading positions to write, all of them into int4 and int3; the others keep their bytes
-  const KvTransforms* transforms =
-      nullptr;  // needed where int4 or int3 becomes another codec, or is what another becomes
+  // Needed where int4 or int3 becomes another codec, or is what another becomes.
+  const KvTransforms* transforms = nullptr;
+  std::int64_t start = 0;  // position of the block's first token in its sequence: what a key metric is turned to
 };
 
 // Writes `target` from `source`, whole blocks that do not overlap, on the pool's threads. Reads and writes the leading

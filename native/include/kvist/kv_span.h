@@ -34,7 +34,14 @@ struct KvTransforms {
   const float* mean;  // subtracted from keys
   const float* key_balance;
   const float* value_balance;
+  // For encoders: what an error of a key costs, as queries see it from the start of its span. Lower triangles by rows,
+  // (L, K, D (D + 1) / 2); null: each channel is rounded by itself.
+  const float* key_metric = nullptr;
+  // (L, D / 2): by how much a position turns a pair of channels (c, c + D / 2), in radians. Null where the metric is.
+  const double* frequencies = nullptr;
 };
+
+static constexpr std::int64_t kv_metric_size(int head_dim) { return std::int64_t{head_dim} * (head_dim + 1) / 2; }
 
 static constexpr std::int64_t kv_record_bytes(int bits, int head_dim) {
   return std::int64_t{2} * head_dim + kSpanTokens + std::int64_t{16} * head_dim * bits;

@@ -146,6 +146,18 @@ def _promised(pool: BlockPool, leases: Sequence[PrefixLease]) -> Iterator[str]:
         owned = [block for block in pool.blocks if block.owner is not None]
         if any(block.num_leases != 1 for block in owned):
             yield "a block has an owner, and not the one lease that has it"
+        yield from _indices(pool, leases)
+
+
+def _indices(pool: BlockPool, leases: Sequence[PrefixLease]) -> Iterator[str]:
+    for lease in leases:
+        if [block.index for block in lease.blocks] != list(range(len(lease.blocks))):
+            yield f"blocks of {lease!r} are not at their indices"
+    for block in pool.blocks:
+        if block.node is not None and block.node.parent is not None:
+            above = block.node.parent
+            if block.index != (0 if above.parent is None else above.block.index + 1):
+                yield f"{block!r} is not at its index in its sequence"
 
 
 def _sizes(pool: BlockPool, leases: Sequence[PrefixLease]) -> Iterator[str]:

@@ -277,7 +277,9 @@ class BlockPool:
             self.partitions.rank(block.partition)
         node = block.node
         num_tokens = len(node.tokens) // TOKEN_BYTES if node is not None and node.is_partial else 0
-        self._memory_ops.append(MemoryOp("demote", block.block_id, self._codecs[level], num_tokens))
+        self._memory_ops.append(
+            MemoryOp("demote", block.block_id, self._codecs[level], num_tokens, block.index)
+        )
 
     def codec_of(self, block: Block) -> str:
         """Return the codec of a block that is not free; nothing where all have one."""

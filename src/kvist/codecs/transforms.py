@@ -30,6 +30,7 @@ from safetensors.numpy import save
 
 from kvist.errors import ConfigError
 from kvist.files import replace_file
+from kvist.kernels import native
 from kvist.kernels.rotation import rotation
 
 if TYPE_CHECKING:
@@ -115,6 +116,17 @@ class KVTransforms:
             digest.update(f"{part.dtype} {part.shape}".encode())
             digest.update(np.ascontiguousarray(part).tobytes())
         return str(digest.hexdigest())
+
+    def to_native(self) -> Any:  # noqa: ANN401  # native.KvTransforms
+        """Return a copy of them for the native kernels.
+
+        Raises:
+            KernelUnavailable: There are none here.
+        """
+        parts: list[NDArray[Any]] = [self.mean, self.keys.balance, self.values.balance]
+        if self.key_metric is not None:
+            parts += [self.key_metric.metric, self.key_metric.frequencies]
+        return native.extension().KvTransforms(*map(np.ascontiguousarray, parts))
 
     def turn_queries(self, queries: Floats) -> Floats:
         """Return the (L, K, ..., D) vectors whose product with a turned key is the query's with the key minus mean."""

@@ -168,9 +168,7 @@ class SlabArena:
         self.transforms: Any = None  # native.KvTransforms
         """What native kernels need to read blocks of whole spans; None where there can be none."""
         if spans and transforms is not None:
-            self.transforms = native.extension().KvTransforms(
-                transforms.mean, transforms.keys.balance, transforms.values.balance
-            )
+            self.transforms = transforms.to_native()
         specs = {codec: replace(kv_spec, codec=codec) for codec in codecs}
         sizes = {codec: spec.block_bytes for codec, spec in specs.items()}
         self._layout = slab_layout(sizes, num_bytes)
@@ -301,7 +299,7 @@ class SlabArena:
                 self._class_of(op.block_id)
                 self._release(op.block_id)
             elif op.kind == "demote":
-                self._demote(op.block_id, op.codec, op.num_tokens or self._kv_spec.block_size)
+                self._demote(op)
             else:
                 raise InvariantViolation(f"[storage] memory operation {op.kind!r} is none")
 
@@ -372,7 +370,8 @@ class SlabArena:
             )
         self._put(block_id, self._numbers[codec], self._find_cell(self._numbers[codec]))
 
-    def _demote(self, block_id: int, codec: str, num_tokens: int) -> None:
+    def _demote(self, op: MemoryOp) -> None:
+        block_id, codec, block_size = op.block_id, op.codec, self._kv_spec.block_size
         source = self._class_of(block_id)
         if codec not in self._numbers or self.block_bytes(codec) >= source.block_bytes:
             raise InvariantViolation(
@@ -380,13 +379,19 @@ class SlabArena:
                 f"received {codec!r}"
             )
         encoded = self._encoded[: self.block_bytes(codec)]
-        self._recode(block_id, codec, encoded, num_tokens)
+        start = op.block_index * block_size
+        self._recode(block_id, codec, encoded, op.num_tokens or block_size, start)
         self._release(block_id)
         self._allocate(block_id, codec)
         self.block(block_id)[:] = encoded
 
     def _recode(
-        self, block_id: int, codec: str, target: NDArray[np.uint8], num_tokens: int
+        self,
+        block_id: int,
+        codec: str,
+        target: NDArray[np.uint8],
+        num_tokens: int,
+        start: int = 0,
     ) -> None:
         spec = self._kv_spec
         num_held = native.extension().recode_block(
@@ -401,6 +406,7 @@ class SlabArena:
             head_dim=spec.head_dim,
             num_tokens=num_tokens,
             transforms=self.transforms,
+            start=start,
         )
         if num_held and not self._num_held_rows:
             logger.warning(

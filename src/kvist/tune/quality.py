@@ -212,7 +212,7 @@ class _SpanCache:
         """Encode it."""
         before = self.arena.stats().num_held_rows
         codec = self._codec if index else SINK_CODEC
-        self.arena.apply([MemoryOp("demote", BlockId(index), codec)])
+        self.arena.apply([MemoryOp("demote", BlockId(index), codec, block_index=index)])
         return self.arena.stats().num_held_rows - before
 
 

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RECORD_VERSION = 6
+RECORD_VERSION = 7
 """Of what a score means; a change of a codec's encoder is one."""
 
 

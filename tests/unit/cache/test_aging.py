@@ -48,6 +48,27 @@ def test_block_is_demoted_when_it_leaves_the_window_and_the_sink_never() -> None
     manager.check_invariants()
 
 
+def test_demotions_say_where_in_its_sequence_a_block_is() -> None:
+    """By age, and for room once nobody has it; encoders turn what they know of a model to there."""
+    manager = make_manager(10)
+    places: dict[int, int] = {}
+    for first in range(3):
+        lease, chain = start(manager, [first, *range(1, 32)])
+        compute(manager, lease, chain)
+        table = list(lease.block_table)
+        manager.release(lease)
+        seen = []
+        for op in manager.take_memory_ops():
+            assert isinstance(op, MemoryOp)
+            if op.kind == "allocate":
+                places[op.block_id] = table.index(op.block_id)
+            elif op.kind == "demote":
+                seen.append(op.block_index)
+                assert op.block_index == places[op.block_id]
+        assert len(set(seen)) > 2
+    assert manager.stats().num_demotions_for_room > 0
+
+
 def test_block_straddling_the_window_stays_as_it_was_written() -> None:
     manager = make_manager(16, "recent:6=raw16,rest=int8")
     lease, chain = start(manager, range(16))

@@ -14,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvist.codecs import registry
-from kvist.codecs.transforms import KVTransforms, uncalibrated
+from kvist.codecs.rotated import INT4, Rows
+from kvist.codecs.transforms import KeyMetric, KVTransforms, uncalibrated
 from kvist.errors import ConfigError, InvariantViolation
 from kvist.kernels import native
+from kvist.kernels.rotation import rotation
 from kvist.spec import KVSpec
 from kvist.storage.slab_layout import MAX_SLAB_BLOCKS, MAX_SLAB_BYTES, slab_layout
 from kvist.types import BlockCopy, MemoryOp
@@ -85,9 +87,8 @@ class Contents:
             self.stored["int3"] = self.stored["raw16>int3"]
 
     def _recode(self, spec: KVSpec, way: str, ways: tuple[str, ...]) -> None:
-        kv = transforms_of(spec)
         module = native.extension()
-        transforms = module.KvTransforms(kv.mean, kv.keys.balance, kv.values.balance)
+        transforms = transforms_of(spec).to_native()
         for target_way in ways:
             codec = target_way.rpartition(">")[2]
             target = np.zeros((len(self.stored[way]), sizes_of(spec, (codec,))[codec]), np.uint8)
@@ -400,6 +401,34 @@ def test_values_beyond_a_codec_are_told_once(caplog):
     assert arena.stats().num_held_rows == 2
     assert len(caplog.records) == 1
     assert "beyond what int8 can hold" in caplog.text
+
+
+def test_a_demoted_block_is_encoded_for_its_place_in_the_sequence():
+    plain = transforms_of(SPANS)
+    dims = SPANS.head_dim
+    ramp = np.arange(dims * dims, dtype=np.float32).reshape(dims, dims)
+    metric = np.broadcast_to(np.cos(ramp) @ np.cos(ramp).T, (*plain.mean.shape, dims))
+    frequencies = np.broadcast_to(np.linspace(1, 0.01, dims // 2), (SPANS.num_layers, dims // 2))
+    transforms = replace(plain, key_metric=KeyMetric(metric=metric, frequencies=frequencies))
+    arena = SlabArena(
+        SPANS, ("raw16", "int4"), 64 * SPANS.block_bytes, native.extension().Pool(1), transforms
+    )
+    raw = Contents(SPANS, 1).stored["raw16"][0]
+    encoded = {}
+    for block_id, block_index in enumerate((1, 5, 5)):
+        arena.apply([MemoryOp("allocate", block_id, "raw16")])
+        arena.block(block_id)[:] = raw
+        arena.apply([MemoryOp("demote", block_id, "int4", block_index=block_index)])
+        encoded[block_id] = arena.block(block_id).copy()
+    assert np.array_equal(encoded[1], encoded[2])
+    keys = torch.from_numpy(raw).view(torch.bfloat16).float().numpy()
+    keys = keys.reshape(SPANS.num_layers, 2, SPANS.num_kv_heads, SPANS.block_size, dims)
+    rows = Rows(keys[:, 0] @ rotation(dims).T, keys[:, 1])
+    for block_id, block_index in enumerate((1, 5)):
+        expected = INT4.encode(rows, transforms, block_index * SPANS.block_size).records
+        agreed = encoded[block_id].reshape(expected.shape) == expected
+        assert agreed.mean() > 0.99
+    assert (encoded[0] != encoded[1]).mean() > 0.02
 
 
 def test_memory_that_is_too_little_names_the_option():
