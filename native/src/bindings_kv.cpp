@@ -106,7 +106,8 @@ void OwnedTransforms::keep_metric(const Metric& metric, const Frequencies& frequ
       static_cast<std::int64_t>(frequencies.shape(1)) * 2 != head_dim) {
     refuse("frequencies must be (L, D / 2) of the sizes of the mean");
   }
-  metric_.reserve(static_cast<std::size_t>(shape_[0] * shape_[1] * kv_metric_size(static_cast<int>(head_dim))));
+  const std::int64_t size = shape_[0] * shape_[1] * kv_metric_size(static_cast<int>(head_dim));
+  metric_.reserve(static_cast<std::size_t>(size) + kMetricSlack);
   const float* row = metric.data();
   for (std::int64_t i = 0; i < shape_[0] * shape_[1] * head_dim; ++i, row += head_dim) {
     const std::int64_t channel = i % head_dim;
@@ -121,6 +122,7 @@ void OwnedTransforms::keep_metric(const Metric& metric, const Frequencies& frequ
       !std::all_of(frequencies_.begin(), frequencies_.end(), is_finite)) {
     refuse("key_metric and frequencies must be finite");
   }
+  metric_.insert(metric_.end(), kMetricSlack, 0.0F);
   transforms_.key_metric = metric_.data();
   transforms_.frequencies = frequencies_.data();
 }

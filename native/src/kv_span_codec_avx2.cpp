@@ -357,8 +357,8 @@ KVIST_INLINE void take_errors(const float* shares, std::ptrdiff_t stride, const 
     const __m256 second = _mm256_load_ps(errors + kVector);
     unroll<Channels>([&](auto c) KVIST_LAMBDA {
       const __m256 share = _mm256_broadcast_ss(shares + c * stride + i);
-      moved[c][0] = _mm256_sub_ps(moved[c][0], _mm256_mul_ps(share, first));
-      moved[c][1] = _mm256_sub_ps(moved[c][1], _mm256_mul_ps(share, second));
+      sub_in_place(moved[c][0], _mm256_mul_ps(share, first));
+      sub_in_place(moved[c][1], _mm256_mul_ps(share, second));
     });
   }
 }
@@ -429,25 +429,20 @@ class KeyRounding {
       const __m256 share = _mm256_broadcast_ss(shares + before);
       unroll<kVectors>([&](auto v) KVIST_LAMBDA {
         const __m256 error = _mm256_load_ps(errors + before * kSpanTokens + v * kVector);
-        moved[v] = _mm256_sub_ps(moved[v], _mm256_mul_ps(share, error));
+        sub_in_place(moved[v], _mm256_mul_ps(share, error));
       });
     }
     unroll<kVectors>([&](auto v) KVIST_LAMBDA {
       const __m256 own = _mm256_load_ps(x + v * kVector);
       const __m256 exact = _mm256_sub_ps(_mm256_mul_ps(own, inverse), half);
-      const __m256 lowest = within_grid(_mm256_floor_ps(exact));
-      const __m256 highest = within_grid(_mm256_ceil_ps(exact));
-      // What is no number becomes the second operand, the lowest.
+      // What is no number becomes the second operand, the grid point below.
       const __m256 nearest = round(_mm256_sub_ps(_mm256_mul_ps(moved[v], inverse), half));
-      const __m256 code = _mm256_min_ps(_mm256_max_ps(nearest, lowest), highest);
+      const __m256 around = _mm256_min_ps(_mm256_max_ps(nearest, _mm256_floor_ps(exact)), _mm256_ceil_ps(exact));
+      const __m256 code = _mm256_min_ps(_mm256_max_ps(around, _mm256_setzero_ps()), broadcast(kLimit));
       const __m256 stored = _mm256_mul_ps(step, _mm256_add_ps(code, half));
       _mm256_store_ps(x + v * kVector, _mm256_sub_ps(stored, own));
       add_codes(_mm256_cvtps_epi32(code), channel, group + 4 * v * kVector);
     });
-  }
-
-  static KVIST_INLINE __m256 within_grid(__m256 code) {
-    return _mm256_min_ps(_mm256_max_ps(code, _mm256_setzero_ps()), broadcast(kLimit));
   }
 
   // Eight codes beside those of the channels before it in its group of four.
@@ -779,21 +774,24 @@ void transpose_matrix(float* matrix, int size) {
 
 // The whole symmetric matrix from its lower triangle.
 void unpack_symmetric(const float* lower, int size, float* matrix) {
-  for (int row = 0; row < size; ++row) {
-    std::copy_n(lower, row + 1, matrix + row * size);
-    lower += row + 1;
-  }
   for (int row = 0; row < size; row += kVector) {
-    for (int column = 0; column < row; column += kVector) {
-      __m256 tile[kVector];
-      load_tile(matrix + row * size + column, size, tile);
-      transpose(tile);
-      store_tile(matrix + column * size + row, size, tile);
+    const float* rows[kVector];
+    for (int i = 0; i < kVector; ++i) {
+      rows[i] = lower;
+      lower += row + i + 1;
     }
-    for (int i = row; i < row + kVector; ++i) {
-      for (int j = row; j < i; ++j) {
-        matrix[j * size + i] = matrix[i * size + j];
+    for (int column = 0; column <= row; column += kVector) {
+      __m256 tile[kVector], transposed[kVector];
+      // On the diagonal this reads beyond the ends of rows, see KvSpanMetric.
+      unroll<kVector>([&](auto i) KVIST_LAMBDA { transposed[i] = tile[i] = _mm256_loadu_ps(rows[i] + column); });
+      transpose(transposed);
+      if (column == row) {
+        unroll<kVector>([&](auto i)
+                            KVIST_LAMBDA { tile[i] = _mm256_blend_ps(tile[i], transposed[i], 0xff & (0xfe << i)); });
+      } else {
+        store_tile(matrix + column * size + row, size, transposed);
       }
+      store_tile(matrix + row * size + column, size, tile);
     }
   }
 }
@@ -815,29 +813,28 @@ class Factor {
           update<1>(first, row, column);
         }
       }
-      for (int i = 0; i < kVector; ++i) {
-        std::copy_n(shares_[i], first + i, matrix_ + (first + i) * size_);
-      }
     }
   }
 
  private:
   static constexpr int kTile = 4;
 
-  // The shares of eight rows, what each of them takes from those of the eight that are above it included.
+  // The shares of eight rows, what each of them takes from those of the eight that are above it included. The rows as
+  // they were before they became shares are kept.
   void factor_rows(int first) {
     for (int i = kVector - 1; i >= 0; --i) {
-      const int row = first + i;
-      const float* own = matrix_ + row * size_;
-      const __m256 inverse = broadcast(1.0F / own[row]);
-      for (int column = 0; column < row; column += kVector) {
-        _mm256_store_ps(shares_[i] + column, _mm256_mul_ps(_mm256_load_ps(own + column), inverse));
+      float* own = matrix_ + (first + i) * size_;
+      const __m256 inverse = broadcast(1.0F / own[first + i]);
+      for (int column = 0; column < first + kVector; column += kVector) {
+        const __m256 row = _mm256_load_ps(own + column);
+        _mm256_store_ps(rows_[i] + column, row);
+        _mm256_store_ps(own + column, _mm256_mul_ps(row, inverse));
       }
       for (int above_it = 0; above_it < i; ++above_it) {
         float* other = matrix_ + (first + above_it) * size_;
-        const __m256 share = broadcast(shares_[i][first + above_it]);
-        for (int column = 0; column <= first + above_it; column += kVector) {
-          const __m256 product = _mm256_mul_ps(share, _mm256_load_ps(own + column));
+        const __m256 share = broadcast(own[first + above_it]);
+        for (int column = 0; column < first + kVector; column += kVector) {
+          const __m256 product = _mm256_mul_ps(share, _mm256_load_ps(rows_[i] + column));
           _mm256_store_ps(other + column, _mm256_sub_ps(_mm256_load_ps(other + column), product));
         }
       }
@@ -848,18 +845,18 @@ class Factor {
   template <int Vectors>
   KVIST_INLINE void update(int first, int row, int column) {
     float* tile = matrix_ + row * size_ + column;
-    const float* own = matrix_ + first * size_ + column;
+    const float* shares = matrix_ + first * size_ + row;
     __m256 sums[kTile][Vectors];
     unroll<kTile>([&](auto r) KVIST_LAMBDA {
       unroll<Vectors>([&](auto v) KVIST_LAMBDA { sums[r][v] = _mm256_load_ps(tile + r * size_ + v * kVector); });
     });
+#pragma GCC unroll 1
     for (int i = kVector - 1; i >= 0; --i) {
       __m256 taken[Vectors];
-      unroll<Vectors>([&](auto v) KVIST_LAMBDA { taken[v] = _mm256_load_ps(own + i * size_ + v * kVector); });
+      unroll<Vectors>([&](auto v) KVIST_LAMBDA { taken[v] = _mm256_load_ps(rows_[i] + column + v * kVector); });
       unroll<kTile>([&](auto r) KVIST_LAMBDA {
-        const __m256 share = _mm256_broadcast_ss(shares_[i] + row + r);
-        unroll<Vectors>([&](auto v)
-                            KVIST_LAMBDA { sums[r][v] = _mm256_sub_ps(sums[r][v], _mm256_mul_ps(share, taken[v])); });
+        const __m256 share = _mm256_castsi256_ps(broadcast_bytes4(shares + i * size_ + r));
+        unroll<Vectors>([&](auto v) KVIST_LAMBDA { sub_in_place(sums[r][v], _mm256_mul_ps(share, taken[v])); });
       });
     }
     unroll<kTile>([&](auto r) KVIST_LAMBDA {
@@ -869,7 +866,7 @@ class Factor {
 
   float* matrix_;
   int size_;
-  alignas(32) float shares_[kVector][kMaxHeadDim];
+  alignas(32) float rows_[kVector][kMaxHeadDim];
 };
 
 void feedback(const KvSpanHead& head, const KvSpanMetric& metric, float* shares) noexcept {

@@ -274,7 +274,7 @@ std::string check_span_codec(Isa isa, bool falsified) {
       const std::vector<float> keys = values.take(count);
       const std::vector<float> rows = values.take(count);
       // A metric: its diagonal outweighs the rest.
-      std::vector<float> lower = values.take(static_cast<std::size_t>(kv_metric_size(head_dim)));
+      std::vector<float> lower = values.take(static_cast<std::size_t>(kv_metric_size(head_dim) + kMetricSlack));
       for (int c = 0; c < head_dim; ++c) {
         lower[static_cast<std::size_t>(kv_metric_size(c + 1) - 1)] = static_cast<float>(head_dim);
       }

@@ -54,6 +54,15 @@ static KVIST_INLINE void fma_in_place(__m256& sum, __m256 a, __m256 b) {
 #endif
 }
 
+// x -= v, in place, likewise.
+static KVIST_INLINE void sub_in_place(__m256& x, __m256 v) {
+#if defined(__GNUC__)
+  asm("vsubps %1, %0, %0" : "+x"(x) : "x"(v));
+#else
+  x = _mm256_sub_ps(x, v);
+#endif
+}
+
 // Makes an address opaque here: keeps the compiler from a separate register for every element an unrolled loop reads.
 template <typename T>
 static KVIST_INLINE void pin(T*& p) {

@@ -35,11 +35,13 @@ struct KvTransforms {
   const float* key_balance;
   const float* value_balance;
   // For encoders: what an error of a key costs, as queries see it from the start of its span. Lower triangles by rows,
-  // (L, K, D (D + 1) / 2); null: each channel is rounded by itself.
+  // (L, K, D (D + 1) / 2), and kMetricSlack more that encoders may read; null: each channel is rounded by itself.
   const float* key_metric = nullptr;
   // (L, D / 2): by how much a position turns a pair of channels (c, c + D / 2), in radians. Null where the metric is.
   const double* frequencies = nullptr;
 };
+
+inline constexpr int kMetricSlack = 8;
 
 static constexpr std::int64_t kv_metric_size(int head_dim) { return std::int64_t{head_dim} * (head_dim + 1) / 2; }
 

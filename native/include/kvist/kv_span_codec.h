@@ -34,7 +34,8 @@ struct KvSpanHead {
 
 // What an error of a key costs in one layer and KV head, and how RoPE turns it to where the span starts.
 struct KvSpanMetric {
-  const float* lower;    // (D (D + 1) / 2,) the lower triangle by rows, seen from the start of a span
+  // (D (D + 1) / 2,) the lower triangle by rows, seen from the start of a span. Vectors may read kMetricSlack beyond it.
+  const float* lower;
   const float* cosines;  // (D / 2,) of what the start turns each pair of channels by
   const float* sines;
 };
