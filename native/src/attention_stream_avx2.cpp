@@ -39,20 +39,66 @@ Buffers divide(Scratch& scratch, int head_dim) {
   return b;
 }
 
-// Rows of the next chunk are asked for a line at a time, while this one is worked on. Asked for at once they fill all
-// buffers of lines, and everything waits until most of them have come. Lines that hold only scales, the end of a row of
-// int8, mostly hold the beginning of the next row as well.
-inline void ask_for(const std::uint8_t* const* next, int key, int offset) {
-  // As a number: before the second chunk, and behind the last key, it is no place in an object.
-  const auto at = reinterpret_cast<std::uintptr_t>(next[key]) + static_cast<std::uintptr_t>(offset);
-  _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
-}
+// K or V of a chunk that comes next, asked for a line at a time while this one is worked on, in the order of the
+// addresses and evenly over the work: asked for at once they fill all buffers of lines, and everything waits until most of
+// them have come.
+class Ahead {
+ public:
+  Ahead(const std::uint8_t* begin, const std::uint8_t* end)
+      : at_(begin - reinterpret_cast<std::uintptr_t>(begin) % kLine), last_(end - 1) {}
 
-// The rows of 4 keys, of `num_bytes` of values each.
-inline void ask_for4(const std::uint8_t* const* next, int key, int num_bytes) {
-  for (int offset = 0; offset < num_bytes; offset += kLine / 2) {
-    unroll<4>([&](auto i) __attribute__((always_inline)) { ask_for(next, key + i(), offset); });
+  // Nothing to ask for: a line that is always there.
+  Ahead() : Ahead(kZeroRow, kZeroRow + 1) {}
+
+  int num_lines() const { return static_cast<int>((last_ - at_) / kLine + 1); }
+
+  // Behind the end the last line is asked for again.
+  [[gnu::always_inline]] void ask() {
+    _mm_prefetch(reinterpret_cast<const char*>(at_ < last_ ? at_ : last_), _MM_HINT_T0);
+    at_ += kLine;
   }
+
+  template <int kCount>
+  [[gnu::always_inline]] void ask() {
+    unroll<kCount>([&](auto) __attribute__((always_inline)) { ask(); });
+  }
+
+  void ask(int count) {
+    for (; count > 0; --count) {
+      ask();
+    }
+  }
+
+  [[gnu::always_inline]] void skip(int count) { at_ += count * kLine; }
+
+ private:
+  const std::uint8_t* at_;
+  const std::uint8_t* last_;
+};
+
+// How many lines scores and sums ask for in each of their steps.
+constexpr int kScoreInt8Lines = 3;   // 4 keys and a group of values
+constexpr int kScoreRaw16Lines = 6;  // 4 keys
+
+// K or V of the keys [begin, end). Where they are in several blocks all lines are asked for at once.
+Ahead look_ahead(const KvLayout& layout, const AttentionItem& item, const KvLayer& layer, int begin, int end,
+                 bool is_v) {
+  const std::int64_t head_bytes = static_cast<std::int64_t>(layout.block_size) * layout.row_bytes;
+  const std::uint8_t* const base = layer.base + (item.kv_head + (is_v ? layout.num_kv_heads : 0)) * head_bytes;
+  Ahead ahead;
+  for (int key = begin; key < end;) {
+    const int block = key / layout.block_size;
+    const int slot = key - block * layout.block_size;
+    const int count = layout.block_size - slot < end - key ? layout.block_size - slot : end - key;
+    const std::uint8_t* const rows =
+        base + item.block_offsets[block] + static_cast<std::int64_t>(slot) * layout.row_bytes;
+    ahead = Ahead(rows, rows + count * layout.row_bytes);
+    key += count;
+    if (count < end - begin) {
+      ahead.ask(ahead.num_lines());
+    }
+  }
+  return ahead;
 }
 
 inline __m256i load(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
@@ -83,11 +129,11 @@ inline __m128 sum_of_each4(__m256 ab, __m256 cd) {
 // once for both.
 template <int kRows>
 [[gnu::noinline]] void score_int8(const std::int16_t* queries, const std::uint8_t* const* rows, int count, int head_dim,
-                                  const float* key_scales, const std::uint8_t* const* next, float* scores) {
+                                  const float* key_scales, Ahead ahead, float* scores) {
   for (int first = 0; first < head_dim; first += kKvGroup, key_scales += kChunk) {
     const int last = head_dim < first + kKvGroup ? head_dim : first + kKvGroup;
     for (int key = 0; key < count; key += 4) {
-      ask_for4(next, key, first == 0 ? head_dim : 0);
+      ahead.ask<kScoreInt8Lines>();
       __m256i folded[kRows][2];
       unroll<2>([&](auto half) __attribute__((always_inline)) {
         const std::uint8_t* const one = rows[key + 2 * half()];
@@ -137,9 +183,9 @@ inline void widen(__m256i x, __m256& even, __m256& odd) {
 
 template <int kRows>
 [[gnu::noinline]] void score_raw16(const float* queries, const std::uint8_t* const* rows, int count, int head_dim,
-                                   const std::uint8_t* const* next, float* scores) {
+                                   Ahead ahead, float* scores) {
   for (int key = 0; key < count; key += 4) {
-    ask_for4(next, key, 2 * head_dim);
+    ahead.ask<kScoreRaw16Lines>();
     __m256 folded[kRows][2];
     unroll<2>([&](auto half) __attribute__((always_inline)) {
       const std::uint8_t* const one = rows[key + 2 * half()];
@@ -178,12 +224,8 @@ template <int kRows>
 // Adds a chunk's weighted values to the sums of kRows rows, 16 values at a time.
 template <int kRows>
 [[gnu::noinline]] void add_int8(float* all_sums, const std::uint8_t* const* rows, int count, int head_dim,
-                                const float* undo, const StripChunk& chunk, int first_row,
-                                const std::uint8_t* const* next) {
+                                const float* undo, const StripChunk& chunk, int first_row, Ahead ahead) {
   for (int d = 0; d < head_dim; d += 16) {
-    // Passes take turns with the rows of a pair and their lines: there are as many or more.
-    const int next_row = d / 16 % 2;
-    const int next_offset = d / 32 * 32;
     const int group = d / kKvGroup;
     const std::int16_t* const weights = &chunk.weights[group][first_row][0];
     __m256i sums[kRows][2];
@@ -192,7 +234,9 @@ template <int kRows>
       sums[r()][1] = _mm256_setzero_si256();
     });
     for (int key = 0; key < count; key += 2) {
-      ask_for(next, key + next_row, next_offset);
+      if (key % 4 == 0) {
+        ahead.ask();
+      }
       __m256i low;
       __m256i high;
       pair_codes(rows[key] + d, rows[key + 1] + d, low, high);
@@ -219,7 +263,7 @@ template <int kRows>
 // The same from bfloat16, 16 * kBlocks values at a time: enough sums to hide the latency of an FMA.
 template <int kRows, int kBlocks>
 inline void add_raw16_blocks(float* all_sums, const std::uint8_t* const* rows, int count, int head_dim, int d,
-                             const StripChunk& chunk, int first_row, const std::uint8_t* const* next) {
+                             const StripChunk& chunk, int first_row, Ahead& ahead) {
   __m256 sums[kRows][2 * kBlocks];
   unroll<kRows>([&](auto r) __attribute__((always_inline)) {
     const __m256 shrink = _mm256_set1_ps(chunk.old_factor[first_row + r()]);
@@ -229,7 +273,7 @@ inline void add_raw16_blocks(float* all_sums, const std::uint8_t* const* rows, i
   });
   const float* const weights = &chunk.scores[first_row][0];
   for (int key = 0; key < count; ++key) {
-    ask_for(next, key, 2 * d);
+    ahead.ask();
     unroll<kBlocks>([&](auto i) __attribute__((always_inline)) {
       __m256 even;
       __m256 odd;
@@ -252,14 +296,14 @@ inline void add_raw16_blocks(float* all_sums, const std::uint8_t* const* rows, i
 
 template <int kRows>
 [[gnu::noinline]] void add_raw16(float* all_sums, const std::uint8_t* const* rows, int count, int head_dim,
-                                 const StripChunk& chunk, int first_row, const std::uint8_t* const* next) {
+                                 const StripChunk& chunk, int first_row, Ahead ahead) {
   constexpr int kBlocks = kRows <= 3 ? 2 : 1;
   int d = 0;
   for (; d + 16 * kBlocks <= head_dim; d += 16 * kBlocks) {
-    add_raw16_blocks<kRows, kBlocks>(all_sums, rows, count, head_dim, d, chunk, first_row, next);
+    add_raw16_blocks<kRows, kBlocks>(all_sums, rows, count, head_dim, d, chunk, first_row, ahead);
   }
   if (d < head_dim) {
-    add_raw16_blocks<kRows, 1>(all_sums, rows, count, head_dim, d, chunk, first_row, next);
+    add_raw16_blocks<kRows, 1>(all_sums, rows, count, head_dim, d, chunk, first_row, ahead);
   }
 }
 
@@ -326,24 +370,29 @@ void attention_stream_avx2(const AttentionShape& shape, const AttentionItem& ite
   alignas(32) float value_factors[kMaxGroups * kChunk];
   float undo[kMaxGroups] = {};
   StripChunk chunk;
-  ChunkRows located[2] = {};
-  const auto chunk_end = [&](int begin) { return begin + kChunk < item.key_end ? begin + kChunk : item.key_end; };
-  locate_rows<false>(layout, item, layer, item.key_begin, chunk_end(item.key_begin), located[0]);
-  int current = 0;
-  for (int begin = item.key_begin; begin < item.key_end; begin += kChunk, current ^= 1) {
-    const int count = chunk_end(begin) - begin;
+  ChunkRows here;
+  // K and V of the next chunk have the same number of lines, or one more or less.
+  const int score_lines = is_int8 ? kChunk / 4 * kScoreInt8Lines * num_groups : kChunk / 4 * kScoreRaw16Lines;
+  const int add_lines = (is_int8 ? kChunk / 4 : kChunk / 2) * (head_dim / 16);
+  // Chunks end where blocks of kChunk keys do, wherever a window begins.
+  const auto chunk_end = [&](int begin) {
+    const int end = (begin / kChunk + 1) * kChunk;
+    return end < item.key_end ? end : item.key_end;
+  };
+  for (int begin = item.key_begin; begin < item.key_end; begin = chunk_end(begin)) {
+    const int end = chunk_end(begin);
+    const int count = end - begin;
     const int padded_count = round_up(count, 16);
-    const ChunkRows& here = located[current];
-    const int next_begin = begin + kChunk;
-    if (next_begin < item.key_end) {
-      locate_rows<false>(layout, item, layer, next_begin, chunk_end(next_begin), located[current ^ 1]);
-    }
-    // After the last chunk those of an earlier one, which costs nothing.
-    const ChunkRows& next = located[current ^ 1];
+    locate_rows<false>(layout, item, layer, begin, end, here);
     const Seen seen = see(b.positions, num_rows, shape.window, begin, count, chunk);
     if (seen.last <= seen.first) {
       continue;
     }
+    // What scores have no steps for is asked for before and after them.
+    Ahead ahead = look_ahead(layout, item, layer, end, chunk_end(end), false);
+    const int beside = ahead.num_lines() - score_lines;
+    ahead.ask(beside * 2 / 5);
+    const auto of_first = [&](int first) { return first == 0 ? ahead : Ahead(); };
     if (is_int8) {
       for (int g = 0; g < num_groups; ++g) {
         load_scales(here.k, count, head_dim, g, key_scales + g * kChunk);
@@ -351,15 +400,19 @@ void attention_stream_avx2(const AttentionShape& shape, const AttentionItem& ite
         undo[g] = normalise_scales(value_factors + g * kChunk, padded_count);
       }
       for_passes<kScorePass>(num_rows, [&](auto pass, int first) {
-        score_int8<pass()>(b.queries + first * head_dim, here.k, padded_count, head_dim, key_scales, next.k,
+        score_int8<pass()>(b.queries + first * head_dim, here.k, padded_count, head_dim, key_scales, of_first(first),
                            &chunk.scores[first][0]);
       });
     } else {
       for_passes<kScorePass>(num_rows, [&](auto pass, int first) {
-        score_raw16<pass()>(b.float_queries + first * head_dim, here.k, padded_count, head_dim, next.k,
+        score_raw16<pass()>(b.float_queries + first * head_dim, here.k, padded_count, head_dim, of_first(first),
                             &chunk.scores[first][0]);
       });
     }
+    ahead.skip(score_lines);
+    ahead.ask(beside - beside * 2 / 5);
+    ahead = look_ahead(layout, item, layer, end, chunk_end(end), true);
+    ahead.ask(ahead.num_lines() - add_lines);
     const float* chunk_factor = factor;
     alignas(32) float ones[kLanes];
     if (shape.softcap > 0.0F) {
@@ -378,7 +431,7 @@ void attention_stream_avx2(const AttentionShape& shape, const AttentionItem& ite
                                                 num_groups);
       }
       for_passes<kAddPass>(num_rows, [&](auto pass, int first) {
-        add_int8<pass()>(b.sums + first * head_dim, here.v, count, head_dim, undo, chunk, first, next.v);
+        add_int8<pass()>(b.sums + first * head_dim, here.v, count, head_dim, undo, chunk, first, of_first(first));
       });
     } else {
       if (masked) {
@@ -387,7 +440,7 @@ void attention_stream_avx2(const AttentionShape& shape, const AttentionItem& ite
         softmax_chunk<Weights::kFloat, false>(state, chunk, num_rows, vectors, chunk_factor, nullptr, 1);
       }
       for_passes<kAddPass>(num_rows, [&](auto pass, int first) {
-        add_raw16<pass()>(b.sums + first * head_dim, here.v, count, head_dim, chunk, first, next.v);
+        add_raw16<pass()>(b.sums + first * head_dim, here.v, count, head_dim, chunk, first, of_first(first));
       });
     }
   }
