@@ -8,9 +8,9 @@
 //   int8     vpmaddwd: the row quantised to 15 bits against the codes, D products in D / 16 instructions; the weights
 //            times V's scales in 15 bits, against pairs of keys
 //
-// Memory: every line of K and V once, the next chunk's asked for as this one is read. At D = 64 and 3 rows a key takes some 50
-// (int8) or 65 cycles (raw16) on Zen 3 where it is in cache. From memory about what reading alone takes comes on top,
-// however far ahead lines are asked for (measured; not understood). Scores and sums are float32, integer sums exact.
+// Memory: every line of K and V once, the next chunk's asked for as this one is worked on. At D = 64 and 3 rows a key
+// takes some 31 (int8) or 39 cycles (raw16) on Zen 3 in the first-level cache. Two threads take as long from memory as
+// from a cache. Scores and sums are float32, integer sums exact.
 
 #include "attention_avx2.h"
 
@@ -39,66 +39,72 @@ Buffers divide(Scratch& scratch, int head_dim) {
   return b;
 }
 
-// K or V of a chunk that comes next, asked for a line at a time while this one is worked on, in the order of the
-// addresses and evenly over the work: asked for at once they fill all buffers of lines, and everything waits until most of
-// them have come.
-class Ahead {
- public:
-  Ahead(const std::uint8_t* begin, const std::uint8_t* end)
-      : at_(begin - reinterpret_cast<std::uintptr_t>(begin) % kLine), last_(end - 1) {}
+// K or V of the next chunk, asked for while this one is worked on, in the order of the addresses and evenly over the
+// work: asked for at once it fills all buffers of lines, and everything waits until most of them have come. Addresses
+// are numbers here: behind the last chunk they are no places in an object.
+struct Ahead {
+  std::uintptr_t at;
+  std::uintptr_t step;
 
-  // Nothing to ask for: a line that is always there.
-  Ahead() : Ahead(kZeroRow, kZeroRow + 1) {}
-
-  int num_lines() const { return static_cast<int>((last_ - at_) / kLine + 1); }
-
-  // Behind the end the last line is asked for again.
   [[gnu::always_inline]] void ask() {
-    _mm_prefetch(reinterpret_cast<const char*>(at_ < last_ ? at_ : last_), _MM_HINT_T0);
-    at_ += kLine;
+    _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
+    at += step;
   }
-
-  template <int kCount>
-  [[gnu::always_inline]] void ask() {
-    unroll<kCount>([&](auto) __attribute__((always_inline)) { ask(); });
-  }
-
-  void ask(int count) {
-    for (; count > 0; --count) {
-      ask();
-    }
-  }
-
-  [[gnu::always_inline]] void skip(int count) { at_ += count * kLine; }
-
- private:
-  const std::uint8_t* at_;
-  const std::uint8_t* last_;
 };
 
-// How many lines scores and sums ask for in each of their steps.
-constexpr int kScoreInt8Lines = 3;   // 4 keys and a group of values
-constexpr int kScoreRaw16Lines = 6;  // 4 keys
+// How often scores ask in each of their steps: 4 keys, and in int8 a group of values.
+constexpr int kScoreInt8Asks = 3;
+constexpr int kScoreRaw16Asks = 6;
 
-// K or V of the keys [begin, end). Where they are in several blocks all lines are asked for at once.
-Ahead look_ahead(const KvLayout& layout, const AttentionItem& item, const KvLayer& layer, int begin, int end,
-                 bool is_v) {
-  const std::int64_t head_bytes = static_cast<std::int64_t>(layout.block_size) * layout.row_bytes;
-  const std::uint8_t* const base = layer.base + (item.kv_head + (is_v ? layout.num_kv_heads : 0)) * head_bytes;
-  Ahead ahead;
-  for (int key = begin; key < end;) {
-    const int block = key / layout.block_size;
-    const int slot = key - block * layout.block_size;
-    const int count = layout.block_size - slot < end - key ? layout.block_size - slot : end - key;
-    const std::uint8_t* const rows =
-        base + item.block_offsets[block] + static_cast<std::int64_t>(slot) * layout.row_bytes;
-    ahead = Ahead(rows, rows + count * layout.row_bytes);
-    key += count;
-    if (count < end - begin) {
-      ahead.ask(ahead.num_lines());
-    }
+// How K or V of a chunk is covered: by asks of the loop over keys and, where those are too few, by others before and
+// after it.
+struct Asks {
+  int before;
+  int after;
+  int in_loop;
+  std::uintptr_t step;  // of those in the loop
+};
+
+Asks spread(int row_bytes, int in_loop) {
+  const int num_lines = row_bytes * kChunk / kLine + 1;  // one more where it does not begin with a line
+  if (num_lines <= in_loop) {
+    return {0, 0, in_loop, static_cast<std::uintptr_t>(ceil_div(num_lines * kLine, in_loop))};
   }
-  return ahead;
+  const int beside = num_lines - in_loop;
+  return {beside * 2 / 5, beside - beside * 2 / 5, in_loop, kLine};  // as long as what is done there takes
+}
+
+// Asks for `count` lines, from line `first` of what begins at `base` on. Null: for nothing.
+inline void ask_lines(const std::uint8_t* base, int first, int count) {
+  Ahead ahead{reinterpret_cast<std::uintptr_t>(base) + static_cast<std::uintptr_t>(first * kLine), kLine};
+  for (int i = 0; base != nullptr && i < count; ++i) {
+    ahead.ask();
+  }
+}
+
+// For a loop, from line `first` on.
+inline Ahead loop_ahead(const std::uint8_t* base, int first, const Asks& asks) {
+  if (base == nullptr) {
+    return {reinterpret_cast<std::uintptr_t>(kZeroRow), 0};
+  }
+  return {reinterpret_cast<std::uintptr_t>(base) + static_cast<std::uintptr_t>(first * kLine), asks.step};
+}
+
+// Where K of the keys [begin, end) begins, which V follows by v_offset; null where there are none, and where they are
+// in several blocks: those are asked for at once.
+const std::uint8_t* look_ahead(const KvLayout& layout, const AttentionItem& item, const KvLayer& layer, int begin,
+                               int end, std::int64_t v_offset) {
+  if (begin >= end) {
+    return nullptr;
+  }
+  const int block = begin / layout.block_size;
+  if (end - block * layout.block_size > layout.block_size) {
+    ChunkRows rows;
+    locate_rows<true>(layout, item, layer, begin, end, rows);
+    return nullptr;
+  }
+  return layer.base + item.block_offsets[block] + item.kv_head * (v_offset / layout.num_kv_heads) +
+         static_cast<std::int64_t>(begin - block * layout.block_size) * layout.row_bytes;
 }
 
 inline __m256i load(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
@@ -133,7 +139,7 @@ template <int kRows>
   for (int first = 0; first < head_dim; first += kKvGroup, key_scales += kChunk) {
     const int last = head_dim < first + kKvGroup ? head_dim : first + kKvGroup;
     for (int key = 0; key < count; key += 4) {
-      ahead.ask<kScoreInt8Lines>();
+      unroll<kScoreInt8Asks>([&](auto) __attribute__((always_inline)) { ahead.ask(); });
       __m256i folded[kRows][2];
       unroll<2>([&](auto half) __attribute__((always_inline)) {
         const std::uint8_t* const one = rows[key + 2 * half()];
@@ -185,7 +191,7 @@ template <int kRows>
 [[gnu::noinline]] void score_raw16(const float* queries, const std::uint8_t* const* rows, int count, int head_dim,
                                    Ahead ahead, float* scores) {
   for (int key = 0; key < count; key += 4) {
-    ahead.ask<kScoreRaw16Lines>();
+    unroll<kScoreRaw16Asks>([&](auto) __attribute__((always_inline)) { ahead.ask(); });
     __m256 folded[kRows][2];
     unroll<2>([&](auto half) __attribute__((always_inline)) {
       const std::uint8_t* const one = rows[key + 2 * half()];
@@ -371,9 +377,10 @@ void attention_stream_avx2(const AttentionShape& shape, const AttentionItem& ite
   float undo[kMaxGroups] = {};
   StripChunk chunk;
   ChunkRows here;
-  // K and V of the next chunk have the same number of lines, or one more or less.
-  const int score_lines = is_int8 ? kChunk / 4 * kScoreInt8Lines * num_groups : kChunk / 4 * kScoreRaw16Lines;
-  const int add_lines = (is_int8 ? kChunk / 4 : kChunk / 2) * (head_dim / 16);
+  const std::int64_t v_offset = std::int64_t{layout.num_kv_heads} * layout.block_size * layout.row_bytes;
+  const Asks score_asks =
+      spread(layout.row_bytes, is_int8 ? kChunk / 4 * kScoreInt8Asks * num_groups : kChunk / 4 * kScoreRaw16Asks);
+  const Asks add_asks = spread(layout.row_bytes, (is_int8 ? kChunk / 4 : kChunk / 2) * (head_dim / 16));
   // Chunks end where blocks of kChunk keys do, wherever a window begins.
   const auto chunk_end = [&](int begin) {
     const int end = (begin / kChunk + 1) * kChunk;
@@ -388,11 +395,16 @@ void attention_stream_avx2(const AttentionShape& shape, const AttentionItem& ite
     if (seen.last <= seen.first) {
       continue;
     }
-    // What scores have no steps for is asked for before and after them.
-    Ahead ahead = look_ahead(layout, item, layer, end, chunk_end(end), false);
-    const int beside = ahead.num_lines() - score_lines;
-    ahead.ask(beside * 2 / 5);
-    const auto of_first = [&](int first) { return first == 0 ? ahead : Ahead(); };
+    const std::uint8_t* const next = look_ahead(layout, item, layer, end, chunk_end(end), v_offset);
+    const std::uint8_t* const next_v = next == nullptr ? nullptr : next + v_offset;
+    ask_lines(next, 0, score_asks.before);
+    // The first pass covers the chunk.
+    const auto score_ahead = [&](int first) {
+      return loop_ahead(first == 0 ? next : nullptr, score_asks.before, score_asks);
+    };
+    const auto add_ahead = [&](int first) {
+      return loop_ahead(first == 0 ? next_v : nullptr, add_asks.before + add_asks.after, add_asks);
+    };
     if (is_int8) {
       for (int g = 0; g < num_groups; ++g) {
         load_scales(here.k, count, head_dim, g, key_scales + g * kChunk);
@@ -400,19 +412,17 @@ void attention_stream_avx2(const AttentionShape& shape, const AttentionItem& ite
         undo[g] = normalise_scales(value_factors + g * kChunk, padded_count);
       }
       for_passes<kScorePass>(num_rows, [&](auto pass, int first) {
-        score_int8<pass()>(b.queries + first * head_dim, here.k, padded_count, head_dim, key_scales, of_first(first),
+        score_int8<pass()>(b.queries + first * head_dim, here.k, padded_count, head_dim, key_scales, score_ahead(first),
                            &chunk.scores[first][0]);
       });
     } else {
       for_passes<kScorePass>(num_rows, [&](auto pass, int first) {
-        score_raw16<pass()>(b.float_queries + first * head_dim, here.k, padded_count, head_dim, of_first(first),
+        score_raw16<pass()>(b.float_queries + first * head_dim, here.k, padded_count, head_dim, score_ahead(first),
                             &chunk.scores[first][0]);
       });
     }
-    ahead.skip(score_lines);
-    ahead.ask(beside - beside * 2 / 5);
-    ahead = look_ahead(layout, item, layer, end, chunk_end(end), true);
-    ahead.ask(ahead.num_lines() - add_lines);
+    ask_lines(next, score_asks.before + score_asks.in_loop, score_asks.after);
+    ask_lines(next_v, 0, add_asks.before + add_asks.after);
     const float* chunk_factor = factor;
     alignas(32) float ones[kLanes];
     if (shape.softcap > 0.0F) {
@@ -431,7 +441,7 @@ void attention_stream_avx2(const AttentionShape& shape, const AttentionItem& ite
                                                 num_groups);
       }
       for_passes<kAddPass>(num_rows, [&](auto pass, int first) {
-        add_int8<pass()>(b.sums + first * head_dim, here.v, count, head_dim, undo, chunk, first, of_first(first));
+        add_int8<pass()>(b.sums + first * head_dim, here.v, count, head_dim, undo, chunk, first, add_ahead(first));
       });
     } else {
       if (masked) {
@@ -440,7 +450,7 @@ void attention_stream_avx2(const AttentionShape& shape, const AttentionItem& ite
         softmax_chunk<Weights::kFloat, false>(state, chunk, num_rows, vectors, chunk_factor, nullptr, 1);
       }
       for_passes<kAddPass>(num_rows, [&](auto pass, int first) {
-        add_raw16<pass()>(b.sums + first * head_dim, here.v, count, head_dim, chunk, first, of_first(first));
+        add_raw16<pass()>(b.sums + first * head_dim, here.v, count, head_dim, chunk, first, add_ahead(first));
       });
     }
   }
