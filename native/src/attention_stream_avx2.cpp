@@ -39,25 +39,12 @@ Buffers divide(Scratch& scratch, int head_dim) {
   return b;
 }
 
-// K or V of the next chunk, asked for while this one is worked on, in the order of the addresses and evenly over the
-// work: asked for at once it fills all buffers of lines, and everything waits until most of them have come. Addresses
-// are numbers here: behind the last chunk they are no places in an object.
-struct Ahead {
-  std::uintptr_t at;
-  std::uintptr_t step;
-
-  [[gnu::always_inline]] void ask() {
-    _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
-    at += step;
-  }
-};
-
 // How often scores ask in each of their steps: 4 keys, and in int8 a group of values.
 constexpr int kScoreInt8Asks = 3;
 constexpr int kScoreRaw16Asks = 6;
 
-// How K or V of a chunk is covered: by asks of the loop over keys and, where those are too few, by others before and
-// after it.
+// How K or V of the next chunk is covered: by asks of the loop over keys and, where those are too few, by others before
+// and after it.
 struct Asks {
   int before;
   int after;
