@@ -65,6 +65,19 @@ inline void add_in_place(__m256& sum, __m256 a, __m256 b) {
   asm volatile("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
 }
 
+// What is read next, asked for while something else is worked on, in the order of the addresses and evenly over the
+// work: asked for at once it fills all buffers of lines, and everything waits until most of them have come. Addresses
+// are numbers here: behind the end they are no places in an object.
+struct Ahead {
+  std::uintptr_t at;
+  std::uintptr_t step;
+
+  [[gnu::always_inline]] void ask() {
+    _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
+    at += step;
+  }
+};
+
 // Read in place of keys that do not exist.
 alignas(64) constexpr std::uint8_t kZeroRow[2 * kMaxHeadDim] = {};
 

@@ -17,7 +17,7 @@
 // a row's sum are added up over its spans. While they are below 2.5 * 10^-7 of the square of the weight met so far, which only
 // grows, the span is done so: most of a long context. Otherwise the low digits are added, and weights keep 15 bits.
 //
-// Memory: every line of a record once, the next record's prefetched. More rows take more passes over a record, which is
+// Memory: every line of a record once, the next record's asked for. More rows take more passes over a record, which is
 // in the first-level cache by then.
 //
 // A step that is no number makes the row's scores NaN; a scale makes the sums of the rows that see its position NaN.
@@ -190,25 +190,6 @@ inline std::int32_t take_digits(const float* products, float unit, int width, st
 }
 
 // Codes of two vectors of lanes out of one group.
-// The record that comes next, asked for half a line at a time while this one is read: all at once it would fill the buffers
-// of lines, and everything would wait until most of it has come.
-class Ahead {
- public:
-  // `record` null: nothing is asked for.
-  Ahead(const std::uint8_t* record, const std::uint8_t* instead, std::int64_t begin, std::int64_t end)
-      : at_(record != nullptr ? record + begin : instead), last_(record != nullptr ? record + end - 1 : instead) {}
-
-  [[gnu::always_inline]] void ask() {
-    _mm_prefetch(reinterpret_cast<const char*>(at_ < last_ ? at_ : last_), _MM_HINT_T0);
-    at_ += kStep;
-  }
-
- private:
-  static constexpr int kStep = 32;
-  const std::uint8_t* at_;
-  const std::uint8_t* last_;
-};
-
 struct CodePair {
   __m256i first;
   __m256i second;
@@ -535,8 +516,9 @@ void run_spans(const AttentionShape& shape, const AttentionItem& item, const KvL
   for (int span = item.key_begin / kSpanTokens; span < last_span; ++span) {
     const std::uint8_t* const here = record(span);
     const std::uint8_t* const next = span + 1 < last_span ? record(span + 1) : nullptr;
-    // Each half of the work asks for what it has steps for; int4 has three lines more.
-    const std::int64_t half_bytes = 32 * head_dim;
+    // Each half of the work has D steps and asks for half of the codes; the rest of a record is a few lines.
+    constexpr std::int64_t kStep = 8 * kBits;
+    const std::int64_t half_bytes = kStep * head_dim;
     for (std::int64_t offset = 2 * half_bytes; next != nullptr && offset < record_bytes; offset += 64) {
       _mm_prefetch(reinterpret_cast<const char*>(next + offset), _MM_HINT_T0);
     }
@@ -556,7 +538,9 @@ void run_spans(const AttentionShape& shape, const AttentionItem& item, const KvL
       }
       const std::ptrdiff_t at = static_cast<std::ptrdiff_t>(strip) * head_dim;
       const auto ahead = [&](int first, std::int64_t from) {
-        return Ahead(strip == 0 && first == 0 ? next : nullptr, here, from, record_bytes);
+        // Where there is nothing to ask for, for what is in the cache.
+        const std::uint8_t* const asked = strip == 0 && first == 0 && next != nullptr ? next : here;
+        return Ahead{reinterpret_cast<std::uintptr_t>(asked + from), kStep};
       };
       RowProducts products[kLanes];
       RowFactors factors[kLanes];

@@ -8,9 +8,9 @@
 //   int8     vpmaddwd: the row quantised to 15 bits against the codes, D products in D / 16 instructions; the weights
 //            times V's scales in 15 bits, against pairs of keys
 //
-// Memory: every line of K and V once, the next chunk's asked for as this one is read. At D = 64 and 3 rows a key takes some 50
-// (int8) or 65 cycles (raw16) on Zen 3 where it is in cache. From memory about what reading alone takes comes on top,
-// however far ahead lines are asked for (measured; not understood). Scores and sums are float32, integer sums exact.
+// Memory: every line of K and V once, the next chunk's asked for as this one is worked on. At D = 64 and 3 rows a key
+// takes some 31 (int8) or 39 cycles (raw16) on Zen 3 in the first-level cache. Two threads take as long from memory as
+// from a cache. Scores and sums are float32, integer sums exact.
 
 #include "attention_avx2.h"
 
@@ -39,20 +39,59 @@ Buffers divide(Scratch& scratch, int head_dim) {
   return b;
 }
 
-// Rows of the next chunk are asked for a line at a time, while this one is worked on. Asked for at once they fill all
-// buffers of lines, and everything waits until most of them have come. Lines that hold only scales, the end of a row of
-// int8, mostly hold the beginning of the next row as well.
-inline void ask_for(const std::uint8_t* const* next, int key, int offset) {
-  // As a number: before the second chunk, and behind the last key, it is no place in an object.
-  const auto at = reinterpret_cast<std::uintptr_t>(next[key]) + static_cast<std::uintptr_t>(offset);
-  _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
+// How often scores ask in each of their steps: 4 keys, and in int8 a group of values.
+constexpr int kScoreInt8Asks = 3;
+constexpr int kScoreRaw16Asks = 6;
+
+// How K or V of the next chunk is covered: by asks of the loop over keys and, where those are too few, by others before
+// and after it.
+struct Asks {
+  int before;
+  int after;
+  int in_loop;
+  std::uintptr_t step;  // of those in the loop
+};
+
+Asks spread(int row_bytes, int in_loop) {
+  const int num_lines = row_bytes * kChunk / kLine + 1;  // one more where it does not begin with a line
+  if (num_lines <= in_loop) {
+    return {0, 0, in_loop, static_cast<std::uintptr_t>(ceil_div(num_lines * kLine, in_loop))};
+  }
+  const int beside = num_lines - in_loop;
+  return {beside * 2 / 5, beside - beside * 2 / 5, in_loop, kLine};  // as long as what is done there takes
 }
 
-// The rows of 4 keys, of `num_bytes` of values each.
-inline void ask_for4(const std::uint8_t* const* next, int key, int num_bytes) {
-  for (int offset = 0; offset < num_bytes; offset += kLine / 2) {
-    unroll<4>([&](auto i) __attribute__((always_inline)) { ask_for(next, key + i(), offset); });
+// Asks for `count` lines, from line `first` of what begins at `base` on. Null: for nothing.
+inline void ask_lines(const std::uint8_t* base, int first, int count) {
+  Ahead ahead{reinterpret_cast<std::uintptr_t>(base) + static_cast<std::uintptr_t>(first * kLine), kLine};
+  for (int i = 0; base != nullptr && i < count; ++i) {
+    ahead.ask();
   }
+}
+
+// For a loop, from line `first` on.
+inline Ahead loop_ahead(const std::uint8_t* base, int first, const Asks& asks) {
+  if (base == nullptr) {
+    return {reinterpret_cast<std::uintptr_t>(kZeroRow), 0};
+  }
+  return {reinterpret_cast<std::uintptr_t>(base) + static_cast<std::uintptr_t>(first * kLine), asks.step};
+}
+
+// Where K of the keys [begin, end) begins, which V follows by v_offset; null where there are none, and where they are
+// in several blocks: those are asked for at once.
+const std::uint8_t* look_ahead(const KvLayout& layout, const AttentionItem& item, const KvLayer& layer, int begin,
+                               int end, std::int64_t v_offset) {
+  if (begin >= end) {
+    return nullptr;
+  }
+  const int block = begin / layout.block_size;
+  if (end - block * layout.block_size > layout.block_size) {
+    ChunkRows rows;
+    locate_rows<true>(layout, item, layer, begin, end, rows);
+    return nullptr;
+  }
+  return layer.base + item.block_offsets[block] + item.kv_head * (v_offset / layout.num_kv_heads) +
+         static_cast<std::int64_t>(begin - block * layout.block_size) * layout.row_bytes;
 }
 
 inline __m256i load(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
@@ -83,11 +122,11 @@ inline __m128 sum_of_each4(__m256 ab, __m256 cd) {
 // once for both.
 template <int kRows>
 [[gnu::noinline]] void score_int8(const std::int16_t* queries, const std::uint8_t* const* rows, int count, int head_dim,
-                                  const float* key_scales, const std::uint8_t* const* next, float* scores) {
+                                  const float* key_scales, Ahead ahead, float* scores) {
   for (int first = 0; first < head_dim; first += kKvGroup, key_scales += kChunk) {
     const int last = head_dim < first + kKvGroup ? head_dim : first + kKvGroup;
     for (int key = 0; key < count; key += 4) {
-      ask_for4(next, key, first == 0 ? head_dim : 0);
+      unroll<kScoreInt8Asks>([&](auto) __attribute__((always_inline)) { ahead.ask(); });
       __m256i folded[kRows][2];
       unroll<2>([&](auto half) __attribute__((always_inline)) {
         const std::uint8_t* const one = rows[key + 2 * half()];
@@ -137,9 +176,9 @@ inline void widen(__m256i x, __m256& even, __m256& odd) {
 
 template <int kRows>
 [[gnu::noinline]] void score_raw16(const float* queries, const std::uint8_t* const* rows, int count, int head_dim,
-                                   const std::uint8_t* const* next, float* scores) {
+                                   Ahead ahead, float* scores) {
   for (int key = 0; key < count; key += 4) {
-    ask_for4(next, key, 2 * head_dim);
+    unroll<kScoreRaw16Asks>([&](auto) __attribute__((always_inline)) { ahead.ask(); });
     __m256 folded[kRows][2];
     unroll<2>([&](auto half) __attribute__((always_inline)) {
       const std::uint8_t* const one = rows[key + 2 * half()];
@@ -178,12 +217,8 @@ template <int kRows>
 // Adds a chunk's weighted values to the sums of kRows rows, 16 values at a time.
 template <int kRows>
 [[gnu::noinline]] void add_int8(float* all_sums, const std::uint8_t* const* rows, int count, int head_dim,
-                                const float* undo, const StripChunk& chunk, int first_row,
-                                const std::uint8_t* const* next) {
+                                const float* undo, const StripChunk& chunk, int first_row, Ahead ahead) {
   for (int d = 0; d < head_dim; d += 16) {
-    // Passes take turns with the rows of a pair and their lines: there are as many or more.
-    const int next_row = d / 16 % 2;
-    const int next_offset = d / 32 * 32;
     const int group = d / kKvGroup;
     const std::int16_t* const weights = &chunk.weights[group][first_row][0];
     __m256i sums[kRows][2];
@@ -192,7 +227,9 @@ template <int kRows>
       sums[r()][1] = _mm256_setzero_si256();
     });
     for (int key = 0; key < count; key += 2) {
-      ask_for(next, key + next_row, next_offset);
+      if (key % 4 == 0) {
+        ahead.ask();
+      }
       __m256i low;
       __m256i high;
       pair_codes(rows[key] + d, rows[key + 1] + d, low, high);
@@ -219,7 +256,7 @@ template <int kRows>
 // The same from bfloat16, 16 * kBlocks values at a time: enough sums to hide the latency of an FMA.
 template <int kRows, int kBlocks>
 inline void add_raw16_blocks(float* all_sums, const std::uint8_t* const* rows, int count, int head_dim, int d,
-                             const StripChunk& chunk, int first_row, const std::uint8_t* const* next) {
+                             const StripChunk& chunk, int first_row, Ahead& ahead) {
   __m256 sums[kRows][2 * kBlocks];
   unroll<kRows>([&](auto r) __attribute__((always_inline)) {
     const __m256 shrink = _mm256_set1_ps(chunk.old_factor[first_row + r()]);
@@ -229,7 +266,7 @@ inline void add_raw16_blocks(float* all_sums, const std::uint8_t* const* rows, i
   });
   const float* const weights = &chunk.scores[first_row][0];
   for (int key = 0; key < count; ++key) {
-    ask_for(next, key, 2 * d);
+    ahead.ask();
     unroll<kBlocks>([&](auto i) __attribute__((always_inline)) {
       __m256 even;
       __m256 odd;
@@ -252,14 +289,14 @@ inline void add_raw16_blocks(float* all_sums, const std::uint8_t* const* rows, i
 
 template <int kRows>
 [[gnu::noinline]] void add_raw16(float* all_sums, const std::uint8_t* const* rows, int count, int head_dim,
-                                 const StripChunk& chunk, int first_row, const std::uint8_t* const* next) {
+                                 const StripChunk& chunk, int first_row, Ahead ahead) {
   constexpr int kBlocks = kRows <= 3 ? 2 : 1;
   int d = 0;
   for (; d + 16 * kBlocks <= head_dim; d += 16 * kBlocks) {
-    add_raw16_blocks<kRows, kBlocks>(all_sums, rows, count, head_dim, d, chunk, first_row, next);
+    add_raw16_blocks<kRows, kBlocks>(all_sums, rows, count, head_dim, d, chunk, first_row, ahead);
   }
   if (d < head_dim) {
-    add_raw16_blocks<kRows, 1>(all_sums, rows, count, head_dim, d, chunk, first_row, next);
+    add_raw16_blocks<kRows, 1>(all_sums, rows, count, head_dim, d, chunk, first_row, ahead);
   }
 }
 
@@ -326,24 +363,35 @@ void attention_stream_avx2(const AttentionShape& shape, const AttentionItem& ite
   alignas(32) float value_factors[kMaxGroups * kChunk];
   float undo[kMaxGroups] = {};
   StripChunk chunk;
-  ChunkRows located[2] = {};
-  const auto chunk_end = [&](int begin) { return begin + kChunk < item.key_end ? begin + kChunk : item.key_end; };
-  locate_rows<false>(layout, item, layer, item.key_begin, chunk_end(item.key_begin), located[0]);
-  int current = 0;
-  for (int begin = item.key_begin; begin < item.key_end; begin += kChunk, current ^= 1) {
-    const int count = chunk_end(begin) - begin;
+  ChunkRows here;
+  const std::int64_t v_offset = std::int64_t{layout.num_kv_heads} * layout.block_size * layout.row_bytes;
+  const Asks score_asks =
+      spread(layout.row_bytes, is_int8 ? kChunk / 4 * kScoreInt8Asks * num_groups : kChunk / 4 * kScoreRaw16Asks);
+  const Asks add_asks = spread(layout.row_bytes, (is_int8 ? kChunk / 4 : kChunk / 2) * (head_dim / 16));
+  // Chunks end where blocks of kChunk keys do, wherever a window begins.
+  const auto chunk_end = [&](int begin) {
+    const int end = (begin / kChunk + 1) * kChunk;
+    return end < item.key_end ? end : item.key_end;
+  };
+  for (int begin = item.key_begin; begin < item.key_end; begin = chunk_end(begin)) {
+    const int end = chunk_end(begin);
+    const int count = end - begin;
     const int padded_count = round_up(count, 16);
-    const ChunkRows& here = located[current];
-    const int next_begin = begin + kChunk;
-    if (next_begin < item.key_end) {
-      locate_rows<false>(layout, item, layer, next_begin, chunk_end(next_begin), located[current ^ 1]);
-    }
-    // After the last chunk those of an earlier one, which costs nothing.
-    const ChunkRows& next = located[current ^ 1];
+    locate_rows<false>(layout, item, layer, begin, end, here);
     const Seen seen = see(b.positions, num_rows, shape.window, begin, count, chunk);
     if (seen.last <= seen.first) {
       continue;
     }
+    const std::uint8_t* const next = look_ahead(layout, item, layer, end, chunk_end(end), v_offset);
+    const std::uint8_t* const next_v = next == nullptr ? nullptr : next + v_offset;
+    ask_lines(next, 0, score_asks.before);
+    // The first pass covers the chunk.
+    const auto score_ahead = [&](int first) {
+      return loop_ahead(first == 0 ? next : nullptr, score_asks.before, score_asks);
+    };
+    const auto add_ahead = [&](int first) {
+      return loop_ahead(first == 0 ? next_v : nullptr, add_asks.before + add_asks.after, add_asks);
+    };
     if (is_int8) {
       for (int g = 0; g < num_groups; ++g) {
         load_scales(here.k, count, head_dim, g, key_scales + g * kChunk);
@@ -351,15 +399,17 @@ void attention_stream_avx2(const AttentionShape& shape, const AttentionItem& ite
         undo[g] = normalise_scales(value_factors + g * kChunk, padded_count);
       }
       for_passes<kScorePass>(num_rows, [&](auto pass, int first) {
-        score_int8<pass()>(b.queries + first * head_dim, here.k, padded_count, head_dim, key_scales, next.k,
+        score_int8<pass()>(b.queries + first * head_dim, here.k, padded_count, head_dim, key_scales, score_ahead(first),
                            &chunk.scores[first][0]);
       });
     } else {
       for_passes<kScorePass>(num_rows, [&](auto pass, int first) {
-        score_raw16<pass()>(b.float_queries + first * head_dim, here.k, padded_count, head_dim, next.k,
+        score_raw16<pass()>(b.float_queries + first * head_dim, here.k, padded_count, head_dim, score_ahead(first),
                             &chunk.scores[first][0]);
       });
     }
+    ask_lines(next, score_asks.before + score_asks.in_loop, score_asks.after);
+    ask_lines(next_v, 0, add_asks.before + add_asks.after);
     const float* chunk_factor = factor;
     alignas(32) float ones[kLanes];
     if (shape.softcap > 0.0F) {
@@ -378,7 +428,7 @@ void attention_stream_avx2(const AttentionShape& shape, const AttentionItem& ite
                                                 num_groups);
       }
       for_passes<kAddPass>(num_rows, [&](auto pass, int first) {
-        add_int8<pass()>(b.sums + first * head_dim, here.v, count, head_dim, undo, chunk, first, next.v);
+        add_int8<pass()>(b.sums + first * head_dim, here.v, count, head_dim, undo, chunk, first, add_ahead(first));
       });
     } else {
       if (masked) {
@@ -387,7 +437,7 @@ void attention_stream_avx2(const AttentionShape& shape, const AttentionItem& ite
         softmax_chunk<Weights::kFloat, false>(state, chunk, num_rows, vectors, chunk_factor, nullptr, 1);
       }
       for_passes<kAddPass>(num_rows, [&](auto pass, int first) {
-        add_raw16<pass()>(b.sums + first * head_dim, here.v, count, head_dim, chunk, first, next.v);
+        add_raw16<pass()>(b.sums + first * head_dim, here.v, count, head_dim, chunk, first, add_ahead(first));
       });
     }
   }

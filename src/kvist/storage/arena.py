@@ -206,7 +206,9 @@ def allocate(num_bytes: int, what: str, device: torch.device) -> torch.Tensor:
 def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    memory = mmap.mmap(-1, num_bytes + _LARGE_PAGE)
+    # What mmap takes when it is not told otherwise is shared memory, which most systems never put on large pages.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, num_bytes + _LARGE_PAGE, flags=flags)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)

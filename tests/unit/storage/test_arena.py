@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from kvist.codecs import registry
 from kvist.errors import ConfigError
 from kvist.spec import KVSpec
-from kvist.storage.arena import BlockArena
+from kvist.storage.arena import BlockArena, allocate
 
 CODECS = registry.names()
 
@@ -100,6 +102,26 @@ def test_memory_that_cannot_be_had_names_the_option() -> None:
     spec = KVSpec(num_layers=3, num_kv_heads=2, head_dim=8)
     with pytest.raises(ConfigError, match=r"cannot allocate .* GiB for .* lower --memory-gib"):
         BlockArena(spec, 2**45)
+
+
+def test_memory_is_of_a_kind_that_can_have_large_pages() -> None:
+    maps = Path("/proc/self/smaps")
+    if not maps.exists():
+        pytest.skip("only Linux says what its mappings are")
+    memory = allocate(8 << 20, "a test", torch.device("cpu"))
+    address = memory.data_ptr()
+    flags: list[str] = []
+    permissions, is_ours = "", False
+    for line in maps.read_text().splitlines():
+        head, *rest = line.split()
+        if "-" in head and not head.endswith(":"):
+            begin, end = (int(number, 16) for number in head.split("-"))
+            is_ours = begin <= address < end
+            permissions = rest[0] if is_ours else permissions
+        elif is_ours and head == "VmFlags:":
+            flags = rest
+    assert permissions == "rw-p"
+    assert "hg" in flags  # advised
 
 
 def test_an_arena_without_blocks_names_the_option() -> None:
