@@ -205,6 +205,11 @@ class CacheManager:
         """Blocks that can be promised: what is free or evictable and not reserved."""
         return self._pool.num_available
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether blocks have several codecs, so that ``take_memory_ops`` tells of allocations and copies."""
+        return self._pool.is_mixed
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the blocks that hold ``num_tokens`` positions."""
         return -(-num_tokens // self.block_size)
@@ -364,29 +369,20 @@ class CacheManager:
             return self.admit(match, chain, num_reserved_tokens, is_reuse=is_reuse)
         owners = [owner_of(node.block) for node in match.nodes] if self._aging is not None else []
         lease = self._lease_on_hits(match, chain, is_reuse=is_reuse)
-        if source is not None:
-            pool.hold((source,))
-        lease.num_footprint_blocks = num_blocks
-        lease.chunk = max(1, min(self._max_chunk, chain.num_tokens - lease.num_computed_tokens))
-        for other in {owner for owner in owners if owner is not None}:
-            self._promises.renew(other)
-        self._promises.renew(lease)
-        # Before anything is evicted for it: a copy's target may take what another prompt had.
-        num_hit_tokens = lease.num_computed_tokens + (
-            0 if source is None or copy is None else copy.num_tokens
-        )
-        self._explain(
-            lease, chain, Shortfall(match, num_hit_tokens, min(match.max_hit_len, chain.num_tokens))
-        )
-        if self.prefix_cache:
-            self._begin_in_flight(lease, chain)
-        if source is not None and copy is not None:
-            self._begin_copy(lease, source, copy.num_tokens)
-        if self.prefix_cache:
-            self._add_pending(lease, chain)
-        if self._aging is not None:
-            self._age(lease, self._aging, chain)
-            lease.reused_tokens = self._reused_tokens(lease, source)
+        try:
+            if source is not None:
+                pool.hold((source,))
+                lease.copy_source = source
+            lease.num_footprint_blocks = num_blocks
+            lease.chunk = max(1, min(self._max_chunk, chain.num_tokens - lease.num_computed_tokens))
+            for other in {owner for owner in owners if owner is not None}:
+                self._promises.renew(other)
+            self._promises.renew(lease)
+            self._begin(lease, match, chain, copy)
+        except MemoryError:
+            self.release(lease)
+            self._memory.drop_empty_root(chain.namespace)
+            raise
         self._count_admission(lease, chain)
         return lease
 
@@ -451,7 +447,13 @@ class CacheManager:
             )
         lease.num_computed_tokens = max(lease.num_computed_tokens, num_computed_tokens)
         if lease.can_publish:
-            self._publish(lease, chain)
+            try:
+                self._publish(lease, chain)
+            except MemoryError:
+                # What is published stays; what follows is the lease's alone.
+                self._publish_no_more(lease)
+                self._tree.drop_empty_root(chain.namespace)
+                self._memory.drop_empty_root(chain.namespace)
         pending = lease.pending
         while pending and pending[0][0] <= lease.num_computed_tokens:
             self._pending.remove(pending.popleft()[1])
@@ -478,12 +480,7 @@ class CacheManager:
         self._end_copy(lease)
         self._promises.end(lease)
         if lease.open_node is not None:
-            self._tree.seal(lease.open_node)
-            lease.open_node.entry = self._memory.publish(
-                self._entry_above(lease.open_node), lease.open_node.tokens
-            )
-            self._counters.num_partial_blocks += 1
-            self._seal(lease.open_node)
+            self._leave_head(lease.open_node)
             lease.open_node = None
         while lease.in_flight:
             self._memory.end(lease.in_flight.pop())
@@ -802,6 +799,26 @@ class CacheManager:
         if self.guard is not None:
             self.guard.seal(node)
 
+    def _begin(
+        self, lease: PrefixLease, match: PrefixMatch, chain: TokenChain, copy: PartialCopy | None
+    ) -> None:
+        """Explain what a new lease does without, and note what it is going to compute. It is released on failure."""
+        # Before anything is evicted for it: a copy's target may take what another prompt had.
+        num_hit_tokens = lease.num_computed_tokens + (0 if copy is None else copy.num_tokens)
+        self._explain(
+            lease, chain, Shortfall(match, num_hit_tokens, min(match.max_hit_len, chain.num_tokens))
+        )
+        if self.prefix_cache:
+            self._begin_in_flight(lease, chain)
+        source = lease.copy_source
+        if source is not None and copy is not None:
+            self._begin_copy(lease, source, copy.num_tokens)
+        if self.prefix_cache:
+            self._add_pending(lease, chain)
+        if self._aging is not None:
+            self._age(lease, self._aging, chain)
+            lease.reused_tokens = self._reused_tokens(lease, source)
+
     def _lease_on_hits(
         self, match: PrefixMatch, chain: TokenChain, *, is_reuse: bool
     ) -> PrefixLease:
@@ -896,13 +913,8 @@ class CacheManager:
                 pool.keep(block)
 
     def _begin_copy(self, lease: PrefixLease, source: Block, num_tokens: int) -> None:
-        """Allocate the copy's target; the source is held already. A failure gives everything back."""
-        lease.copy_source = source
-        try:
-            self._append_blocks(lease, 1)
-        except MemoryError:
-            self.release(lease)
-            raise
+        """Allocate the copy's target; the source is held already."""
+        self._append_blocks(lease, 1)
         lease.pending_copy = BlockCopy(
             source=source.block_id, target=lease.block_table[-1], num_tokens=num_tokens
         )
@@ -944,10 +956,11 @@ class CacheManager:
                 node = lease.open_node
                 self._tree.publish(node, block_hash)
             node.num_continuations = lease.num_continuations
+            lease.open_node = node  # to be taken out again if there is no memory for its entry
+            node.entry = self._remember(lease, node)
             if parent.parent is not None and len(parent.ordered) == 2:
                 self._forks.append(node)
             self._counters.num_published_blocks += 1
-            node.entry = self._remember(lease, node)
             self._seal(node)
         else:
             if lease.open_node is not None:
@@ -956,8 +969,7 @@ class CacheManager:
                 # Nothing of this sequence can be found from here on, so nothing more is published.
                 self._counters.num_verification_failures += 1
                 lease.open_node = None
-                lease.can_publish = False
-                self._drop_pending(lease)
+                self._publish_no_more(lease)
                 return False
             self._add_duplicate(node, block)
             if lease.in_flight:
@@ -977,23 +989,49 @@ class CacheManager:
             tokens = chain.block_tokens(index)
             node = self._tree.add(parent, lease.blocks[index], tokens, block_hash)
             node.num_continuations = lease.num_continuations
+            lease.open_node = node
             node.entry = self._remember(lease, node)
             self._seal(node)
+            lease.open_node = None
             lease.tip = parent = node
             lease.num_sealed += 1
             self._counters.num_published_blocks += 1
 
     def _remember(self, lease: PrefixLease, node: Node) -> Entry:
         """Return the memory's entry of a block that has just been published."""
-        begun = lease.in_flight.popleft() if lease.in_flight else None
+        begun = lease.in_flight[0] if lease.in_flight else None
         # The last block of a prompt was shorter when it was begun.
         if begun is not None and len(begun.tokens) == len(node.tokens):
+            entry = begun
             self._memory.fulfil(begun)
-            return begun
-        entry = self._memory.publish(self._entry_above(node), node.tokens)
+        else:
+            entry = self._memory.publish(self._entry_above(node), node.tokens)
+            if begun is not None:
+                self._memory.end(begun)
         if begun is not None:
-            self._memory.end(begun)
+            lease.in_flight.popleft()
         return entry
+
+    def _leave_head(self, node: Node) -> None:
+        """Leave an open node to the cache, as a partial one; without memory to remember it, it goes."""
+        try:
+            entry = self._memory.publish(self._entry_above(node), node.tokens)
+        except MemoryError:
+            self._tree.remove(node)
+            self._memory.drop_empty_root(node.namespace)
+            return
+        self._tree.seal(node)
+        node.entry = entry
+        self._counters.num_partial_blocks += 1
+        self._seal(node)
+
+    def _publish_no_more(self, lease: PrefixLease) -> None:
+        """Let nothing that a lease computes from now on be found, and its open head go."""
+        if lease.open_node is not None:
+            self._tree.remove(lease.open_node)
+            lease.open_node = None
+        lease.can_publish = False
+        self._drop_pending(lease)
 
     def _publish_head(self, lease: PrefixLease, chain: TokenChain, tokens: bytes) -> None:
         """Offer the computed tokens of block num_sealed for copying."""
