@@ -258,11 +258,12 @@ class CacheManager:
                 source, num_copied = best
                 copy = PartialCopy(source.block.block_id, num_copied)
                 num_hit_tokens += num_copied
+        next_key = pending_key(chain, len(nodes)) if num_hit_tokens < limit else b""
         return PrefixMatch(
             block_ids=tuple([hit.block.block_id for hit in nodes]),
             copy=copy,
             num_hit_tokens=num_hit_tokens,
-            pending=self._is_pending(chain, len(nodes), num_hit_tokens, limit),
+            pending=next_key in self._pending,
             max_hit_len=max_hit_len,
             num_verification_failures=num_failures,
             nodes=tuple(nodes),
@@ -270,6 +271,8 @@ class CacheManager:
             tip=node,
             num_tip_changes=0 if node is None else node.num_changes,
             num_replacements=self._tree.num_replacements,
+            next_key=next_key,
+            num_tokens=chain.num_tokens,
         )
 
     def is_current(self, match: PrefixMatch, chain: TokenChain) -> bool:
@@ -281,7 +284,11 @@ class CacheManager:
             match: What it found before.
             chain: The sequence it was found for; may have grown since.
         """
-        limit = min(match.max_hit_len, chain.num_tokens) if self.prefix_cache else 0
+        next_key = match.next_key
+        if chain.num_tokens != match.num_tokens:
+            limit = min(match.max_hit_len, chain.num_tokens) if self.prefix_cache else 0
+            is_wanted = match.num_hit_tokens < limit
+            next_key = pending_key(chain, len(match.nodes)) if is_wanted else b""
         tip = match.tip
         if tip is None or tip.parent is None:
             is_there = self._tree.roots.get(chain.namespace) is tip
@@ -291,8 +298,7 @@ class CacheManager:
             is_there
             and (tip is None or tip.num_changes == match.num_tip_changes)
             and self._tree.num_replacements == match.num_replacements
-            and match.pending
-            == self._is_pending(chain, len(match.nodes), match.num_hit_tokens, limit)
+            and match.pending == (next_key in self._pending)
         )
 
     def lookup(self, chain: TokenChain, max_hit_len: int) -> PrefixMatch:
@@ -317,6 +323,8 @@ class CacheManager:
 
         Complexity: O(blocks of the match).
         """
+        if not match.num_hit_tokens:
+            return
         touch = self._pool.touch
         # Deepest first, so that every block stays before its ancestors (eviction inv. 1).
         if match.source is not None and match.source.block.ref_count == 0:
@@ -709,10 +717,6 @@ class CacheManager:
         invariants.check_promises(self._promises, tuple(self._leases))
 
     # --- private
-
-    def _is_pending(self, chain: TokenChain, index: int, num_hit_tokens: int, limit: int) -> bool:
-        """Return whether a live lease computes block ``index``, and that block is wanted."""
-        return num_hit_tokens < limit and pending_key(chain, index) in self._pending
 
     def _fit(
         self, match: PrefixMatch, chain: TokenChain, num_footprint: int

@@ -92,10 +92,11 @@ class Admission:
     def _admit_in_order(self, step: Step) -> bool:
         """Start requests until one stops those behind it; return whether the batch may go on growing."""
         num_skipped = num_reordered = 0
-        while num_skipped < MAX_SKIPPED and len(self._running) < self._max_running:
-            candidate = None if self._is_used_up(step) else self._waiting.queue.peek()
+        queue, running = self._waiting.queue, self._running.requests
+        while num_skipped < MAX_SKIPPED and len(running) < self._max_running:
+            candidate = None if self._is_used_up(step) else queue.peek()
             if candidate is None:
-                return self._waiting.queue.num_parked > 0
+                return queue.has_parked
             request, is_urgent = candidate
             if self._waiting.join_parked(request):
                 continue

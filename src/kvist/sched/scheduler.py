@@ -428,7 +428,7 @@ class Scheduler:
     def _look_at_cache(self, step: Step) -> None:
         """Bring what is known of waiting requests up to date; what there is no memory for is left to later plans."""
         try:
-            if self._waiting.queue.num_parked:
+            if self._waiting.queue.has_parked:
                 self._waiting.wake_parked()
             if self._policy.is_cache_aware:
                 self._waiting.reorder_stale()
