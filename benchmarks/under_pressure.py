@@ -4,9 +4,10 @@ Requests have the lengths of the Azure conversation trace, scaled: the longest o
 becomes --max-context tokens, all others shrink by the same factor, and none below 8 prompt and 1 output tokens. Prompts
 are stretches of a real book; a share of them begin with one of a few common stretches, as chats with a system prompt
 do. A closed loop of clients sends them in one order, KV memory holds about --fit average requests, and every schedule
-runs once a round, in an order that rotates; each round draws its own requests (--seed, --seed + 1 and so on).
+runs once a round, in an order that rotates. There is a round for each of --seeds, which say what it draws: how many
+requests are of nearly equal length differs much, so that one round says little.
 
-    python -m benchmarks.under_pressure [--schedules static,fcfs,shortest,prefix] [--rounds 1] [--json]
+    python -m benchmarks.under_pressure [--schedules static,fcfs,shortest,prefix] [--seeds 0,1,2] [--json]
     python -m benchmarks.under_pressure --requests 24 --clients 8 --fit 3 --max-context 256   # a smoke run
 
 Progress goes to stderr, a line for each run to stdout as soon as it has ended. With --json, stdout has JSON only: one
@@ -237,12 +238,12 @@ def summarise(served: Served, jobs: list[Job], slo: tuple[float, float]) -> dict
     } | served.counters
 
 
-def verdict(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Return what each schedule has as a share of what another one has in the same round; medians over rounds."""
+def verdict(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return what each schedule has as a share of what another one has in the same round: by round, and the median."""
     by_round = {name: {run["round"]: run for run in done} for name, done in runs.items()}
 
-    def share(name: str, other: str, *keys: str) -> float | None:
-        values = []
+    def share(name: str, other: str, *keys: str) -> dict[str, Any] | None:
+        values = {}
         for number, run in by_round[name].items():
             mine: Any = run  # Any: JSON values
             others: Any = by_round.get(other, {}).get(number)
@@ -251,8 +252,10 @@ def verdict(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]
             for key in keys:
                 mine, others = mine[key], others[key]
             if others:
-                values.append(mine / others)
-        return statistics.median(values) if values else None
+                values[number] = mine / others
+        if not values:
+            return None
+        return {"median": statistics.median(values.values()), "by_round": values}
 
     ratios = {
         name: {
@@ -289,8 +292,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-overtakes", type=int, default=None, help="default: the engine's")
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--schedules", default="static,fcfs,shortest,prefix")
-    parser.add_argument("--rounds", type=int, default=1, help=">= 1")
-    parser.add_argument("--seed", type=int, default=0, help="which requests the first round draws")
+    parser.add_argument(
+        "--seeds",
+        type=lambda text: [int(seed) for seed in text.split(",")],
+        default=[0],
+        help="which requests each round draws, as in 0,1,2",
+    )
     parser.add_argument(
         "--slo-ttft-s", type=float, default=10.0, help="goodput: first token within"
     )
@@ -306,7 +313,6 @@ def parse() -> argparse.Namespace:
     for name, least in (
         ("requests", 2),
         ("clients", 1),
-        ("rounds", 1),
         ("max_context", MIN_PROMPT + 1),
     ):
         if getattr(arguments, name) < least:
@@ -375,8 +381,8 @@ def main() -> int:
     draws: list[dict[str, Any]] = []
     is_complete = False
     try:
-        for round_index in range(arguments.rounds):
-            engine, jobs, about = draw(arguments, arguments.seed + round_index, loaded, book)
+        for round_index, seed in enumerate(arguments.seeds):
+            engine, jobs, about = draw(arguments, seed, loaded, book)
             draws.append(about | {"different_answers": 0})
             first_answers: dict[str, tuple[int, ...]] = {}
             turn = round_index % len(schedules)
@@ -396,7 +402,9 @@ def main() -> int:
         tell("interrupted; what has ended is reported")
     ratios = verdict(runs)
     for name, values in ratios.items():
-        tell(f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in values.items()))
+        for key, value in values.items():
+            by_round = ", ".join(f"{share:.3f}" for share in value["by_round"].values())
+            tell(f"{name}: {key} {value['median']:.3f}, by round {by_round}")
     if arguments.json:
         document = {
             "benchmark": "under_pressure",

@@ -62,18 +62,27 @@ std::vector<std::int32_t> draw_tokens(Pool& pool, const Logits& logits, const st
   const int num_rows = static_cast<int>(rows.size());
   const int num_logits = static_cast<int>(logits.shape(1));
   const nb::gil_scoped_release release;
-  const auto draw = [&](int i) {
-    thread_local DrawScratch scratch;
+  // Here, where it may throw: a thread of the pool must not.
+  thread_local std::vector<DrawScratch> scratches;
+  if (scratches.size() < static_cast<std::size_t>(pool.num_threads())) {
+    scratches.resize(static_cast<std::size_t>(pool.num_threads()));
+  }
+  for (DrawScratch& scratch : scratches) {
+    scratch.at_least(num_logits);
+  }
+  DrawScratch* const first = scratches.data();
+  const auto draw = [&](int i, int thread) {
     const Row& row = rows[static_cast<std::size_t>(i)];
-    tokens[static_cast<std::size_t>(i)] = draw_token(kernels, row.logits, num_logits, row.largest, row.spec, scratch);
+    tokens[static_cast<std::size_t>(i)] =
+        draw_token(kernels, row.logits, num_logits, row.largest, row.spec, first[thread]);
   };
   if (num_rows == 1) {
-    draw(0);  // waking the other threads would take longer
+    draw(0, 0);  // waking the other threads would take longer
     return tokens;
   }
   pool.run([&](Worker& worker) {
     for (int i = worker.claim(num_rows); i >= 0; i = worker.claim(num_rows)) {
-      draw(i);
+      draw(i, worker.index());
     }
   });
   return tokens;

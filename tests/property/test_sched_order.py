@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.property.test_sched_traces import Call, CallMaker, add_call, answers, check_books
-from tests.support.sched_trace import VOCAB_SIZE, Trace
+from tests.support.allocations import CONTROL_PLANE, SLABS, Failures, Site
+from tests.support.sched_trace import VOCAB_SIZE, FakeRunner, Trace
 
 from kvist.errors import EngineOverloaded
+from kvist.kernels import native
 from kvist.sched import policy
-from kvist.types import FinishReason
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from kvist.types import FinishReason, Keep
 
 ALL = tuple(policy.POLICIES)
 SECOND = 10**9
@@ -94,42 +92,20 @@ def test_nobody_is_overtaken_more_often_than_stated(
     check_books(trace)
 
 
-class Failing:
-    """Makes allocations of a trace fail, now and then or for a while, at each site and in each way."""
-
-    def __init__(
-        self, trace: Trace, generator: random.Random, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        self._random = generator
-        self.rate = 0.0
-        self.num_failures = dict.fromkeys(("allocate", "admit", "extend", "new_chain"), 0)
-        manager = trace.manager
-        for kind, name in (
-            (type(manager._pool), "allocate"),
-            (type(manager), "admit"),
-            (type(manager), "extend"),
-            (type(manager), "new_chain"),
-        ):
-            self._wrap(monkeypatch, kind, name)
-
-    def _wrap(self, monkeypatch: pytest.MonkeyPatch, kind: type, name: str) -> None:
-        original = getattr(kind, name)
-
-        def failing(*args: Any, **options: Any) -> Any:
-            if self._random.random() < self.rate:
-                self.num_failures[name] += 1
-                if name in {"admit", "extend"} and self._random.random() < 0.5:
-                    return False if name == "extend" else None
-                raise MemoryError
-            return original(*args, **options)
-
-        monkeypatch.setattr(kind, name, failing)
-
-    @contextlib.contextmanager
-    def storm(self, rate: float) -> Iterator[None]:
-        self.rate, kept = rate, self.rate
-        yield
-        self.rate = kept
+MIXED = "sink=raw16,recent:6=raw16,rest=int8"
+"""Two codecs: blocks are allocated, demoted and copied by the arena."""
+PRECISIONS = [
+    None,
+    pytest.param(
+        MIXED,
+        marks=pytest.mark.skipif(
+            not native.available(), reason="the native kernels were not built"
+        ),
+    ),
+]
+RUNNER = (Site(FakeRunner, "_write"), Site(FakeRunner, "_sample"))
+COPIES = (Site(FakeRunner, "run"),)
+"""The step fails before the copies of its plan are carried out."""
 
 
 def add_one(trace: Trace, name: str, call: Call, generator: random.Random) -> None:
@@ -141,12 +117,19 @@ def add_one(trace: Trace, name: str, call: Call, generator: random.Random) -> No
         seed=call.seed,
         priority=0 if trace.policy.is_batched else generator.choice([0, 0, 0, -1, 3]),
         deadline_s=generator.choice([None, None, None, 0.05, 1.0]),
+        keep=generator.choice([None, None, Keep(ttl_s=1.0)]),
     )
 
 
 def run_against_failures(
-    num_requests: int, schedule: str, seed: int, monkeypatch: pytest.MonkeyPatch
+    num_requests: int,
+    schedule: str,
+    precision: str | None,
+    *,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Every request is answered, or ends with a reason, whichever allocations fail, and nothing is left behind."""
     generator = random.Random(seed)
     trace = Trace(
         num_blocks=16,
@@ -158,8 +141,10 @@ def run_against_failures(
         reserve_tokens=2,
         policy=schedule,
         max_overtakes=20,
+        precision=precision,
     )
-    failing = Failing(trace, generator, monkeypatch)
+    sites = (*CONTROL_PLANE, *RUNNER, *(COPIES if precision is None else SLABS))
+    failures = Failures(sites, generator, monkeypatch)
     maker = CallMaker(generator, max_prompt_len=24, max_output=16)
     retry_after_s: list[float] = []
     num_added = 0
@@ -176,18 +161,19 @@ def run_against_failures(
         for _ in range(generator.choice([0, 0, 1, 2]) * (num_added < num_requests)):
             num_added += 1
             try:
-                with failing.storm(0.03):
+                with failures.storm(0.03):
                     add_one(trace, str(num_added), maker.call(), generator)
             except EngineOverloaded as error:
                 retry_after_s.append(error.retry_after_s)
         disturb()
         # Mostly a failure now and then, sometimes nothing goes at all for a while.
         rate = 1.0 if trace.now_ns // (SECOND // 10) % 15 == 7 else 0.03
-        with failing.storm(rate):
+        with failures.storm(rate):
             if trace.scheduler.has_work:
                 trace.step(before_run=disturb, before_apply=disturb)
         if num_added % 50 == 0:
             trace.scheduler.snapshot()
+            trace.check_arena()
         for name in trace.scheduler._requests:
             waited[name] = waited.get(name, 0) + 1
     trace.step()
@@ -196,10 +182,11 @@ def run_against_failures(
     assert stats.num_finished == len(trace.records)
     assert all(record.finish_reason is not None for record in trace.records.values())
     assert trace.manager.num_held == trace.manager.num_reserved == stats.num_waiting_tokens == 0
+    trace.check_arena()
     # Nobody starves: of 24 that may wait, each gets its turn.
     assert max(waited.values()) < 1500
     # Everything that the run is there for did happen.
-    assert all(count > 1 for count in failing.num_failures.values()), failing.num_failures
+    assert all(failures.num_failures.values()), failures.num_failures
     reasons = {record.finish_reason for record in trace.records.values()}
     assert reasons == set(FinishReason)
     assert len(retry_after_s) > 5
@@ -207,20 +194,22 @@ def run_against_failures(
     assert stats.num_preemptions > 5
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("schedule", ALL)
 def test_requests_survive_allocations_that_fail(
-    schedule: str, monkeypatch: pytest.MonkeyPatch
+    schedule: str, precision: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_against_failures(2000 // len(ALL), schedule, 9, monkeypatch)
+    run_against_failures(200, schedule, precision, seed=9, monkeypatch=monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("schedule", ALL)
 def test_ten_thousand_requests_survive_allocations_that_fail(
-    schedule: str, monkeypatch: pytest.MonkeyPatch
+    schedule: str, precision: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_against_failures(10_000, schedule, 6, monkeypatch)
+    run_against_failures(10_000, schedule, precision, seed=6, monkeypatch=monkeypatch)
 
 
 def test_the_same_arrivals_start_in_the_same_order() -> None:

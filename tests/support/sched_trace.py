@@ -13,14 +13,20 @@ from typing import TYPE_CHECKING
 from kvist.cache.hash import BlockHasher
 from kvist.cache.manager import CacheManager
 from kvist.cache.namespaces import Namespace
+from kvist.engine.core import MAX_FAILED_RUNS
+from kvist.kernels import native
+from kvist.precision import KVBudget, KVPrecision
 from kvist.sched.output import SampledToken, StepResult
 from kvist.sched.policy import Fcfs
 from kvist.sched.policy import get as policy_named
 from kvist.sched.request import Request, RequestStatus
 from kvist.sched.scheduler import DEFAULT_MAX_OVERTAKES, RequestUpdate, Scheduler
+from kvist.spec import KVSpec
 from kvist.types import (
+    BlockCopy,
     FinishReason,
     Keep,
+    MemoryOp,
     RequestId,
     SamplingParams,
     TokenId,
@@ -33,6 +39,19 @@ if TYPE_CHECKING:
 
     from kvist.sched.output import SampleSpec, ScheduledSequence, StepPlan
     from kvist.sched.policy import SchedulingPolicy
+
+if native.available():
+    from kvist.storage.slabs import SlabArena
+
+    class _ToldArena(SlabArena):
+        """Says what it has carried out."""
+
+        on_done: Callable[[MemoryOp | BlockCopy], None] = staticmethod(lambda op: None)
+
+        def _carry_out(self, op: MemoryOp | BlockCopy) -> None:
+            super()._carry_out(op)
+            self.on_done(op)
+
 
 VOCAB_SIZE = 37
 """Small, so that prompts overlap and stop tokens are met."""
@@ -95,10 +114,14 @@ class _Known:
 
 
 class FakeRunner:
-    """Runs plans on integers. Keeps block contents, and a copy of each sequence to check the plan with."""
+    """Runs plans on integers. Keeps block contents, and a copy of each sequence to check the plan with.
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    With an arena, blocks have several codecs, and contents come, go and are copied as the arena carries it out.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, arena: SlabArena | None = None) -> None:
         self.block_size = block_size
+        self.arena = arena
         self.contents: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.known: dict[RequestId, _Known] = {}
         self.num_positions_read = 0
@@ -111,10 +134,13 @@ class FakeRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         assert plan.sequences, "an empty plan"
+        if self.arena is None:
+            assert not plan.memory_ops
+        else:
+            assert not plan.copies
+            self.arena.apply(plan.memory_ops)
         for copy in plan.copies:
-            assert 1 <= copy.num_tokens <= self.block_size
-            source = self.contents[copy.source][: copy.num_tokens]
-            self.contents[copy.target][: copy.num_tokens] = source
+            self.copy(copy)
         # A model writes K and V of all sequences in a layer before any of them attends.
         written: set[tuple[int, int]] = set()
         for sequence in plan.sequences:
@@ -126,6 +152,18 @@ class FakeRunner:
                 samples[sequence.request_id] = self._sample(sequence, sequence.sample)
         assert len({s.request_id for s in plan.sequences}) == len(plan.sequences)
         return StepResult(step_index=plan.step_index, samples=samples)
+
+    def copy(self, copy: BlockCopy) -> None:
+        assert 1 <= copy.num_tokens <= self.block_size
+        source = self.contents[copy.source][: copy.num_tokens]
+        self.contents[copy.target][: copy.num_tokens] = source
+
+    def follow(self, op: MemoryOp | BlockCopy) -> None:
+        """Do to contents what the arena has done to memory."""
+        if not isinstance(op, MemoryOp):
+            self.copy(op)
+        elif op.kind in {"allocate", "free"}:
+            self.contents[op.block_id] = [None] * self.block_size
 
     def _write(self, sequence: ScheduledSequence, written: set[tuple[int, int]]) -> None:
         known = self.known[sequence.request_id]
@@ -185,6 +223,23 @@ class Record:
     usage: Usage | None = None
 
 
+def _arena_for(precision: str, num_blocks: int, block_size: int) -> SlabArena:
+    spec = KVSpec(num_layers=1, num_kv_heads=1, head_dim=8, block_size=block_size)
+    codecs = KVPrecision.parse(precision).codecs
+    pool = native.extension().Pool(1)
+    return _ToldArena(spec, codecs, num_blocks * spec.block_bytes, pool)
+
+
+def _budget_for(precision: str, arena: SlabArena, max_chunk: int) -> KVBudget:
+    rule = KVPrecision.parse(precision)
+    return KVBudget(
+        num_bytes=arena.budget_bytes,
+        block_bytes={codec: arena.cell_bytes(codec) for codec in rule.codecs},
+        precision=rule,
+        max_chunk=max_chunk,
+    )
+
+
 class Trace:
     """A scheduler on a real cache manager with the checking runner; every law is checked after every step."""
 
@@ -203,11 +258,17 @@ class Trace:
         keep_kv: bool = True,
         max_overtakes: int = DEFAULT_MAX_OVERTAKES,
         pin_fraction: float = 0.0,
+        precision: str | None = None,
     ) -> None:
+        """``precision``: a rule for blocks of several codecs, in the memory of ``num_blocks`` of the largest."""
         self.now_ns = 0
         self.policy = policy_named(policy) if isinstance(policy, str) else policy or Fcfs()
+        arena = None if precision is None else _arena_for(precision, num_blocks, block_size)
         self.manager = CacheManager(
             num_blocks=num_blocks,
+            budget=None
+            if arena is None or precision is None
+            else _budget_for(precision, arena, max_batch_tokens),
             block_size=block_size,
             hasher=BlockHasher(bytes(32)),
             prefix_cache=prefix_cache and keep_kv,
@@ -227,12 +288,16 @@ class Trace:
             max_overtakes=max_overtakes,
             clock=lambda: self.now_ns,
         )
-        self.runner = FakeRunner(num_blocks, block_size)
+        self.runner = FakeRunner(len(self.manager._pool.blocks), block_size, arena)
+        if arena is not None:
+            arena.on_done = self.runner.follow
+        self.num_failed_runs = 0
+        """Steps that memory ran out in, in a row."""
         self.num_blocks = num_blocks
         self.keep_kv = keep_kv
         self.max_batch_tokens = max_batch_tokens
         self.max_running = max_running
-        num_usable = num_blocks - self.manager.max_pinned
+        num_usable = self.manager.max_blocks_alone
         self.max_tokens_in_all = min(max_context_len, num_usable * block_size + 1)
         self.records: dict[RequestId, Record] = {}
         self.plans: list[StepPlan] = []
@@ -295,14 +360,31 @@ class Trace:
             return None
         assert 1 <= plan.num_batch_tokens <= self.max_batch_tokens
         assert self.scheduler.num_running <= self.max_running
+        self.plans.append(plan)
         before_run()
-        result = self.runner.run(plan)
+        try:
+            result = self.runner.run(plan)
+        except MemoryError:
+            self._retry_or_fail(plan)
+            self.check()
+            return plan
+        self.num_failed_runs = 0
         before_apply()
         for update in self.scheduler.apply(plan, result):
             self.take(update)
         self.check()
-        self.plans.append(plan)
         return plan
+
+    def _retry_or_fail(self, plan: StepPlan) -> None:
+        """Do as the engine does when memory runs out in a step."""
+        self.num_failed_runs += 1
+        if self.num_failed_runs < MAX_FAILED_RUNS:
+            self.scheduler.retry_shorter(plan)
+            return
+        self.num_failed_runs = 0
+        for sequence in plan.sequences:
+            self.finish(sequence.request_id, FinishReason.ERROR)
+        self.scheduler.cancel(plan)
 
     def count_overtakes(self) -> None:
         """Count who started before whom in the last plan, as the queue promises to bound it, and check the bound."""
@@ -358,7 +440,9 @@ class Trace:
     def check(self) -> None:
         manager, scheduler = self.manager, self.scheduler
         manager.check_invariants()
-        assert manager.num_free + manager.num_evictable + manager.num_held == self.num_blocks
+        if not manager.is_mixed:
+            num_blocks = manager.num_free + manager.num_evictable + manager.num_held
+            assert num_blocks == self.num_blocks
         running = [r for r in scheduler._requests.values() if r.status is RequestStatus.RUNNING]
         assert sorted(running, key=lambda r: r.arrival_index) == scheduler._running.requests
         assert len(scheduler._requests) == len(running) + scheduler.num_waiting
@@ -369,6 +453,16 @@ class Trace:
         if not running:
             assert manager.num_held == manager.num_pinned
             assert manager.num_reserved == 0
+
+    def check_arena(self) -> None:
+        """With several codecs: the arena has the blocks that the cache counts, once it has caught up."""
+        arena = self.runner.arena
+        if arena is None:
+            return
+        arena.apply(self.manager.take_memory_ops())
+        stats = self.manager.stats()
+        assert dict(arena.stats().num_blocks) == dict(stats.blocks_by_codec)
+        assert dict(arena.stats().cell_bytes) == dict(stats.bytes_by_codec)
 
     def check_answers(self) -> None:
         """Every request ended; its answer is that of an unshared run, or the beginning of it when it was aborted."""

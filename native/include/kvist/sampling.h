@@ -36,10 +36,18 @@ struct DrawScratch {
   std::vector<float> weights;
   std::vector<float> candidates;
   std::vector<float> bucket;
+
+  // Takes the memory for draws from so many logits, which may throw; they never do afterwards.
+  void at_least(int n) {
+    weights.reserve(static_cast<std::size_t>(n));
+    candidates.reserve(static_cast<std::size_t>(n));
+    bucket.reserve(static_cast<std::size_t>(n));
+  }
 };
 
 // Draws from `n` logits, of which `largest` is the largest and finite; none is NaN. Reads the row once, and its
 // weights three times, five with top-k or top-p.
+// `scratch` has memory for n logits.
 std::int32_t draw_token(const SamplingKernels& kernels, const float* logits, int n, float largest, const DrawSpec& spec,
                         DrawScratch& scratch);
 

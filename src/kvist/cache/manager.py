@@ -205,6 +205,11 @@ class CacheManager:
         """Blocks that can be promised: what is free or evictable and not reserved."""
         return self._pool.num_available
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether blocks have several codecs, so that ``take_memory_ops`` tells of allocations and copies."""
+        return self._pool.is_mixed
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the blocks that hold ``num_tokens`` positions."""
         return -(-num_tokens // self.block_size)
@@ -253,11 +258,12 @@ class CacheManager:
                 source, num_copied = best
                 copy = PartialCopy(source.block.block_id, num_copied)
                 num_hit_tokens += num_copied
+        next_key = pending_key(chain, len(nodes)) if num_hit_tokens < limit else b""
         return PrefixMatch(
             block_ids=tuple([hit.block.block_id for hit in nodes]),
             copy=copy,
             num_hit_tokens=num_hit_tokens,
-            pending=self._is_pending(chain, len(nodes), num_hit_tokens, limit),
+            pending=next_key in self._pending,
             max_hit_len=max_hit_len,
             num_verification_failures=num_failures,
             nodes=tuple(nodes),
@@ -265,6 +271,8 @@ class CacheManager:
             tip=node,
             num_tip_changes=0 if node is None else node.num_changes,
             num_replacements=self._tree.num_replacements,
+            next_key=next_key,
+            num_tokens=chain.num_tokens,
         )
 
     def is_current(self, match: PrefixMatch, chain: TokenChain) -> bool:
@@ -276,7 +284,11 @@ class CacheManager:
             match: What it found before.
             chain: The sequence it was found for; may have grown since.
         """
-        limit = min(match.max_hit_len, chain.num_tokens) if self.prefix_cache else 0
+        next_key = match.next_key
+        if chain.num_tokens != match.num_tokens:
+            limit = min(match.max_hit_len, chain.num_tokens) if self.prefix_cache else 0
+            is_wanted = match.num_hit_tokens < limit
+            next_key = pending_key(chain, len(match.nodes)) if is_wanted else b""
         tip = match.tip
         if tip is None or tip.parent is None:
             is_there = self._tree.roots.get(chain.namespace) is tip
@@ -286,8 +298,7 @@ class CacheManager:
             is_there
             and (tip is None or tip.num_changes == match.num_tip_changes)
             and self._tree.num_replacements == match.num_replacements
-            and match.pending
-            == self._is_pending(chain, len(match.nodes), match.num_hit_tokens, limit)
+            and match.pending == (next_key in self._pending)
         )
 
     def lookup(self, chain: TokenChain, max_hit_len: int) -> PrefixMatch:
@@ -312,6 +323,8 @@ class CacheManager:
 
         Complexity: O(blocks of the match).
         """
+        if not match.num_hit_tokens:
+            return
         touch = self._pool.touch
         # Deepest first, so that every block stays before its ancestors (eviction inv. 1).
         if match.source is not None and match.source.block.ref_count == 0:
@@ -364,29 +377,20 @@ class CacheManager:
             return self.admit(match, chain, num_reserved_tokens, is_reuse=is_reuse)
         owners = [owner_of(node.block) for node in match.nodes] if self._aging is not None else []
         lease = self._lease_on_hits(match, chain, is_reuse=is_reuse)
-        if source is not None:
-            pool.hold((source,))
-        lease.num_footprint_blocks = num_blocks
-        lease.chunk = max(1, min(self._max_chunk, chain.num_tokens - lease.num_computed_tokens))
-        for other in {owner for owner in owners if owner is not None}:
-            self._promises.renew(other)
-        self._promises.renew(lease)
-        # Before anything is evicted for it: a copy's target may take what another prompt had.
-        num_hit_tokens = lease.num_computed_tokens + (
-            0 if source is None or copy is None else copy.num_tokens
-        )
-        self._explain(
-            lease, chain, Shortfall(match, num_hit_tokens, min(match.max_hit_len, chain.num_tokens))
-        )
-        if self.prefix_cache:
-            self._begin_in_flight(lease, chain)
-        if source is not None and copy is not None:
-            self._begin_copy(lease, source, copy.num_tokens)
-        if self.prefix_cache:
-            self._add_pending(lease, chain)
-        if self._aging is not None:
-            self._age(lease, self._aging, chain)
-            lease.reused_tokens = self._reused_tokens(lease, source)
+        try:
+            if source is not None:
+                pool.hold((source,))
+                lease.copy_source = source
+            lease.num_footprint_blocks = num_blocks
+            lease.chunk = max(1, min(self._max_chunk, chain.num_tokens - lease.num_computed_tokens))
+            for other in {owner for owner in owners if owner is not None}:
+                self._promises.renew(other)
+            self._promises.renew(lease)
+            self._begin(lease, match, chain, copy)
+        except MemoryError:
+            self.release(lease)
+            self._memory.drop_empty_root(chain.namespace)
+            raise
         self._count_admission(lease, chain)
         return lease
 
@@ -451,7 +455,13 @@ class CacheManager:
             )
         lease.num_computed_tokens = max(lease.num_computed_tokens, num_computed_tokens)
         if lease.can_publish:
-            self._publish(lease, chain)
+            try:
+                self._publish(lease, chain)
+            except MemoryError:
+                # What is published stays; what follows is the lease's alone.
+                self._publish_no_more(lease)
+                self._tree.drop_empty_root(chain.namespace)
+                self._memory.drop_empty_root(chain.namespace)
         pending = lease.pending
         while pending and pending[0][0] <= lease.num_computed_tokens:
             self._pending.remove(pending.popleft()[1])
@@ -478,12 +488,7 @@ class CacheManager:
         self._end_copy(lease)
         self._promises.end(lease)
         if lease.open_node is not None:
-            self._tree.seal(lease.open_node)
-            lease.open_node.entry = self._memory.publish(
-                self._entry_above(lease.open_node), lease.open_node.tokens
-            )
-            self._counters.num_partial_blocks += 1
-            self._seal(lease.open_node)
+            self._leave_head(lease.open_node)
             lease.open_node = None
         while lease.in_flight:
             self._memory.end(lease.in_flight.pop())
@@ -713,10 +718,6 @@ class CacheManager:
 
     # --- private
 
-    def _is_pending(self, chain: TokenChain, index: int, num_hit_tokens: int, limit: int) -> bool:
-        """Return whether a live lease computes block ``index``, and that block is wanted."""
-        return num_hit_tokens < limit and pending_key(chain, index) in self._pending
-
     def _fit(
         self, match: PrefixMatch, chain: TokenChain, num_footprint: int
     ) -> tuple[int, Block | None] | None:
@@ -801,6 +802,26 @@ class CacheManager:
         """Tell the guard that a node's block is final."""
         if self.guard is not None:
             self.guard.seal(node)
+
+    def _begin(
+        self, lease: PrefixLease, match: PrefixMatch, chain: TokenChain, copy: PartialCopy | None
+    ) -> None:
+        """Explain what a new lease does without, and note what it is going to compute. It is released on failure."""
+        # Before anything is evicted for it: a copy's target may take what another prompt had.
+        num_hit_tokens = lease.num_computed_tokens + (0 if copy is None else copy.num_tokens)
+        self._explain(
+            lease, chain, Shortfall(match, num_hit_tokens, min(match.max_hit_len, chain.num_tokens))
+        )
+        if self.prefix_cache:
+            self._begin_in_flight(lease, chain)
+        source = lease.copy_source
+        if source is not None and copy is not None:
+            self._begin_copy(lease, source, copy.num_tokens)
+        if self.prefix_cache:
+            self._add_pending(lease, chain)
+        if self._aging is not None:
+            self._age(lease, self._aging, chain)
+            lease.reused_tokens = self._reused_tokens(lease, source)
 
     def _lease_on_hits(
         self, match: PrefixMatch, chain: TokenChain, *, is_reuse: bool
@@ -896,13 +917,8 @@ class CacheManager:
                 pool.keep(block)
 
     def _begin_copy(self, lease: PrefixLease, source: Block, num_tokens: int) -> None:
-        """Allocate the copy's target; the source is held already. A failure gives everything back."""
-        lease.copy_source = source
-        try:
-            self._append_blocks(lease, 1)
-        except MemoryError:
-            self.release(lease)
-            raise
+        """Allocate the copy's target; the source is held already."""
+        self._append_blocks(lease, 1)
         lease.pending_copy = BlockCopy(
             source=source.block_id, target=lease.block_table[-1], num_tokens=num_tokens
         )
@@ -944,10 +960,11 @@ class CacheManager:
                 node = lease.open_node
                 self._tree.publish(node, block_hash)
             node.num_continuations = lease.num_continuations
+            lease.open_node = node  # to be taken out again if there is no memory for its entry
+            node.entry = self._remember(lease, node)
             if parent.parent is not None and len(parent.ordered) == 2:
                 self._forks.append(node)
             self._counters.num_published_blocks += 1
-            node.entry = self._remember(lease, node)
             self._seal(node)
         else:
             if lease.open_node is not None:
@@ -956,8 +973,7 @@ class CacheManager:
                 # Nothing of this sequence can be found from here on, so nothing more is published.
                 self._counters.num_verification_failures += 1
                 lease.open_node = None
-                lease.can_publish = False
-                self._drop_pending(lease)
+                self._publish_no_more(lease)
                 return False
             self._add_duplicate(node, block)
             if lease.in_flight:
@@ -977,23 +993,49 @@ class CacheManager:
             tokens = chain.block_tokens(index)
             node = self._tree.add(parent, lease.blocks[index], tokens, block_hash)
             node.num_continuations = lease.num_continuations
+            lease.open_node = node
             node.entry = self._remember(lease, node)
             self._seal(node)
+            lease.open_node = None
             lease.tip = parent = node
             lease.num_sealed += 1
             self._counters.num_published_blocks += 1
 
     def _remember(self, lease: PrefixLease, node: Node) -> Entry:
         """Return the memory's entry of a block that has just been published."""
-        begun = lease.in_flight.popleft() if lease.in_flight else None
+        begun = lease.in_flight[0] if lease.in_flight else None
         # The last block of a prompt was shorter when it was begun.
         if begun is not None and len(begun.tokens) == len(node.tokens):
+            entry = begun
             self._memory.fulfil(begun)
-            return begun
-        entry = self._memory.publish(self._entry_above(node), node.tokens)
+        else:
+            entry = self._memory.publish(self._entry_above(node), node.tokens)
+            if begun is not None:
+                self._memory.end(begun)
         if begun is not None:
-            self._memory.end(begun)
+            lease.in_flight.popleft()
         return entry
+
+    def _leave_head(self, node: Node) -> None:
+        """Leave an open node to the cache, as a partial one; without memory to remember it, it goes."""
+        try:
+            entry = self._memory.publish(self._entry_above(node), node.tokens)
+        except MemoryError:
+            self._tree.remove(node)
+            self._memory.drop_empty_root(node.namespace)
+            return
+        self._tree.seal(node)
+        node.entry = entry
+        self._counters.num_partial_blocks += 1
+        self._seal(node)
+
+    def _publish_no_more(self, lease: PrefixLease) -> None:
+        """Let nothing that a lease computes from now on be found, and its open head go."""
+        if lease.open_node is not None:
+            self._tree.remove(lease.open_node)
+            lease.open_node = None
+        lease.can_publish = False
+        self._drop_pending(lease)
 
     def _publish_head(self, lease: PrefixLease, chain: TokenChain, tokens: bytes) -> None:
         """Offer the computed tokens of block num_sealed for copying."""

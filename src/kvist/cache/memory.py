@@ -155,19 +155,34 @@ class PromptMemory:
             root = roots[namespace] = RootEntry(namespace)
         return root
 
+    def drop_empty_root(self, namespace: Namespace) -> None:
+        """Forget a namespace of which nothing came to be known."""
+        root = self.find_root(namespace)
+        if root is not None and not root.children:
+            self._forget_root(namespace)
+
     def begin(self, parent: Entry, blocks: Sequence[bytes]) -> Sequence[Entry]:
-        """Note that a lease is going to compute a run of blocks; ``end`` or ``fulfil`` each."""
-        entries = []
-        for tokens in blocks:
-            if parent.children:
-                entry = self._child(parent, tokens)
-                self.ghosts.pop(entry, None)
-            else:
-                entry = Entry(parent, tokens)
-                parent.children.append(entry)
-            entry.num_in_flight += 1
-            entries.append(entry)
-            parent = entry
+        """Note that a lease is going to compute a run of blocks; ``end`` or ``fulfil`` each.
+
+        Raises:
+            MemoryError: There is none for all of them; nothing is noted.
+        """
+        entries: list[Entry] = []
+        try:
+            for tokens in blocks:
+                if parent.children:
+                    entry = self._child(parent, tokens)
+                    self.ghosts.pop(entry, None)
+                else:
+                    entry = Entry(parent, tokens)
+                    parent.children.append(entry)
+                entry.num_in_flight += 1
+                entries.append(entry)
+                parent = entry
+        except MemoryError:
+            while entries:
+                self.end(entries.pop())
+            raise
         return entries
 
     def fulfil(self, entry: Entry) -> None:
@@ -235,10 +250,13 @@ class PromptMemory:
             return
         children.clear()
         if isinstance(parent, RootEntry):
-            roots = self._tenants[parent.namespace.tenant]
-            del roots[parent.namespace]
-            if not roots:
-                del self._tenants[parent.namespace.tenant]
+            self._forget_root(parent.namespace)
+
+    def _forget_root(self, namespace: Namespace) -> None:
+        roots = self._tenants[namespace.tenant]
+        del roots[namespace]
+        if not roots:
+            del self._tenants[namespace.tenant]
 
 
 def nearest(children: Sequence[_Child], tokens: bytes) -> Iterator[tuple[_Child, int]]:

@@ -164,6 +164,12 @@ class PrefixTree:
             root.number = next(self._numbers)
         return root
 
+    def drop_empty_root(self, namespace: Namespace) -> None:
+        """Drop the root of a namespace if nothing came to stand below it (inv. 2)."""
+        root = self.roots.get(namespace)
+        if root is not None and not root.keys:
+            del self.roots[namespace]
+
     def open(self, parent: Node, block: Block, tokens: bytes) -> Node:
         """Add the computed head of the block that a lease is writing."""
         node = Node(parent.namespace, parent, block, tokens)

@@ -258,6 +258,7 @@ class AsyncEngine:
 
         Raises:
             RequestError: The prompt is empty, or a token id is outside the vocabulary.
+            EngineOverloaded: There is no memory to look for the prompt; raised by the result.
             EngineStopped: The engine was closed or has failed; raised by the result when that happens meanwhile.
         """
         token_ids: tuple[TokenId, ...] | None = None
@@ -522,12 +523,23 @@ class AsyncEngine:
                     self._deliver([RequestFailure(request_id=group.request_id, error=error)])
             case _Abort(request_id):
                 self._deliver(self._core.abort(request_id))
-            case _Reset(tenant, prompt_token_ids, done):
-                taken = self._core.reset_cache(tenant, prompt_token_ids)
-                with self._wakeup:
-                    self._resets.discard(done)
-                if done.set_running_or_notify_cancel():
-                    done.set_result(taken)
+            case _Reset():
+                self._reset(command)
+
+    def _reset(self, command: _Reset) -> None:
+        with self._wakeup:
+            self._resets.discard(command.done)
+        taken: CacheReset | EngineOverloaded
+        try:
+            taken = self._core.reset_cache(command.tenant, command.prompt_token_ids)
+        except EngineOverloaded as error:
+            taken = error
+        if not command.done.set_running_or_notify_cancel():
+            return
+        if isinstance(taken, EngineOverloaded):
+            command.done.set_exception(taken)
+        else:
+            command.done.set_result(taken)
 
     def _answer_surveys(self) -> None:
         """Give everybody who has asked for one the same survey."""

@@ -48,7 +48,7 @@ class Seal:
     """What is known of a sealed block's content."""
 
     checksum: bytes | None
-    """None: it was not taken."""
+    """None: it was not taken, or there was no memory for it."""
     num_uses: int = 0
     """Admissions that reused it since it was computed."""
     is_examined: bool = False
@@ -107,20 +107,28 @@ class Auditor:
 
     def seal(self, node: Node) -> Seal:
         """Return what is to be remembered of a node's block, whose content is final now."""
-        checksum = self._checksum(node) if self._fraction > 0.0 else None
-        return Seal(checksum)
+        if self._fraction <= 0.0:
+            return Seal(None)
+        try:
+            return Seal(self._checksum(node))
+        except MemoryError:
+            logger.warning("[audit] no memory for the checksum of block %d", node.block.block_id)
+            return Seal(None)
 
     def may_copy(self, node: Node) -> bool:
         """Return whether a node's head may be copied: not out of a block that is still written, if all is audited."""
         return self._fraction < 1.0 or node.seal is not None
 
     def find_damaged(self, nodes: Sequence[Node]) -> list[Node]:
-        """Return those that fail their checksum, of the share of nodes that is audited; queue the others of it."""
+        """Return those that fail their checksum or have none, of the share that is audited; queue the others of it."""
         damaged: list[Node] = []
         if self._fraction <= 0.0:
             return damaged
         for node in nodes:
             if self._draw() >= self._fraction or not isinstance(node.seal, Seal):
+                continue
+            if node.seal.checksum is None:
+                damaged.append(node)  # nobody knows
                 continue
             self.num_checksums += 1
             if self._checksum(node) == node.seal.checksum:

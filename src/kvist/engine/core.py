@@ -8,6 +8,7 @@ Invariants:
     1. Every sequence added leaves through exactly one final chunk or one ``RequestFailure`` of its client call.
     2. Blocks are given back only through ``Scheduler.finish`` and ``Scheduler.apply``.
     3. An error while computing ends the requests of that step and no others.
+    4. Memory that cannot be had makes requests wait or ends them with ``EngineOverloaded``, and nothing else.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import logging
 import secrets
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from kvist.engine.degeneration import DegenerationWatch
@@ -44,6 +46,10 @@ if TYPE_CHECKING:
     from kvist.types import Keep, SamplingParams, Usage
 
 logger = logging.getLogger(__name__)
+
+MAX_FAILED_RUNS = 8
+"""Steps in a row that memory runs out in, each half as long as the one before, before the requests of the last of them
+are refused."""
 
 
 class Runner(Protocol):
@@ -172,6 +178,7 @@ class EngineCore:
         self._calls: dict[str, _Call] = {}
         self._num_steps = 0
         self._num_steps_checked = 0
+        self._num_failed_runs = 0
         self._busy_ns = 0
         self._num_finished = 0
         self._num_aborted = 0
@@ -197,14 +204,15 @@ class EngineCore:
         """Queue the sequences of a client call.
 
         Raises:
-            EngineOverloaded: The scheduler's queue is full; nothing of the call is queued then.
+            EngineOverloaded: The scheduler's queue is full, or there is no memory left to take the call down; nothing
+                of it is queued then.
             PromptTooLong: The scheduler can never run it; nothing of the call is queued then.
         """
         call = _Call(group=group, added_ns=self._clock())
         params = group.params
-        seed = params.seed if params.seed is not None else secrets.randbits(63)
-        stop = StopStrings(params.stop)
         try:
+            seed = params.seed if params.seed is not None else secrets.randbits(63)
+            stop = StopStrings(params.stop)
             for index in range(params.n):
                 request_id = RequestId(
                     group.request_id if params.n == 1 else f"{group.request_id}/{index}"
@@ -219,10 +227,14 @@ class EngineCore:
                     call=call, index=index, detokenizer=detokenizer, request=request
                 )
         except EngineError:
-            for request_id in call.open_ids:
-                self._scheduler.finish(request_id, FinishReason.ABORT)
-                del self._sequences[request_id]
+            self._take_back(call)
             raise
+        except MemoryError:
+            self._take_back(call)
+            raise EngineOverloaded(
+                f"[engine] no memory is left for a request of {len(group.prompt_token_ids)} tokens; retry later",
+                retry_after_s=self._scheduler.retry_after_s(),
+            ) from None
         self._calls[group.request_id] = call
 
     def abort(self, request_id: str) -> list[OutputChunk]:
@@ -253,10 +265,13 @@ class EngineCore:
             self._num_steps += 1
             try:
                 result = self._runner.run(plan)
+            except MemoryError as error:
+                return [*ended, *self._retry_or_fail_step(plan, error)]
             except Exception as error:
                 # Whatever the numeric code raises concerns the requests of this step; the others go on.
                 logger.exception("[engine] step %d failed", plan.step_index)
-                return [*ended, *self._fail_step(plan, error)]
+                return [*ended, *self._fail_step(plan, partial(self._step_error, plan, error))]
+            self._num_failed_runs = 0
             ran_ns = self._clock()
             result = self._recovered(plan, result)
             failures = self._fail_sequences(result)
@@ -292,8 +307,14 @@ class EngineCore:
         if prompt_token_ids is None:
             nodes = manager.nodes_of(tenant)
         else:
-            chain = manager.new_chain(self._namespace_of(tenant or ""), prompt_token_ids)
-            nodes = manager.nodes_after(chain)
+            try:
+                chain = manager.new_chain(self._namespace_of(tenant or ""), prompt_token_ids)
+                nodes = manager.nodes_after(chain)
+            except MemoryError:
+                raise EngineOverloaded(
+                    f"[engine] no memory is left to look for a prompt of {len(prompt_token_ids)} tokens; retry later",
+                    retry_after_s=self._scheduler.retry_after_s(),
+                ) from None
         taken = manager.forget(nodes)
         return CacheReset(
             num_dropped_blocks=taken.num_dropped, num_detached_blocks=taken.num_detached
@@ -341,6 +362,12 @@ class EngineCore:
             requests=self._metrics.stats(),
             guards=GuardStats() if self._guards is None else self._guards.stats(),
         )
+
+    def _take_back(self, call: _Call) -> None:
+        """Forget the sequences of a call that is not taken after all."""
+        for request_id in call.open_ids:
+            self._scheduler.finish(request_id, FinishReason.ABORT)
+            self._sequences.pop(request_id, None)
 
     def _request(
         self, request_id: RequestId, group: RequestGroup, seed: int, index: int
@@ -465,19 +492,48 @@ class EngineCore:
             usage=update.usage,
         )
 
-    def _fail_step(self, plan: StepPlan, error: Exception) -> list[OutputChunk | RequestFailure]:
+    def _retry_or_fail_step(self, plan: StepPlan, error: MemoryError) -> list[RequestFailure]:
+        """Let a shorter step be planned, or after too many that failed refuse the requests of this one."""
+        self._num_failed_runs += 1
+        num_tokens = plan.num_batch_tokens
+        logger.warning(
+            "[engine] no memory to compute the %d tokens of step %d (%s)",
+            num_tokens,
+            plan.step_index,
+            error,
+        )
+        if self._num_failed_runs < MAX_FAILED_RUNS:
+            self._scheduler.retry_shorter(plan)
+            return []
+        self._num_failed_runs = 0
+        retry_after_s = self._scheduler.retry_after_s()
+        return self._fail_step(
+            plan,
+            lambda: EngineOverloaded(
+                f"[engine] no memory could be had to compute {num_tokens} tokens, after {MAX_FAILED_RUNS} attempts; "
+                "retry later, or lower --max-batch-tokens or --memory-gib",
+                retry_after_s=retry_after_s,
+            ),
+        )
+
+    def _step_error(self, plan: StepPlan, error: Exception) -> EngineError:
+        failure = EngineError(
+            f"[engine] step {plan.step_index} failed ({type(error).__name__}: {error}); the request was ended"
+        )
+        failure.__cause__ = error
+        return failure
+
+    def _fail_step(
+        self, plan: StepPlan, make_error: Callable[[], EngineError]
+    ) -> list[RequestFailure]:
         """End every client call with a sequence in the step; raise if the cache does not survive that."""
-        outputs: list[OutputChunk | RequestFailure] = []
+        outputs = []
         for sequence in plan.sequences:
-            cause = EngineError(
-                f"[engine] step {plan.step_index} failed ({type(error).__name__}: {error}); the request was ended"
-            )
-            cause.__cause__ = error
-            outputs += self._fail(sequence.request_id, cause)
-        # Closes the step. Every request of it has ended, so nothing is appended; and heads are published by commit
-        # alone, so neither a copy nor a position that was not computed is ever offered to others.
-        nothing = StepResult(step_index=plan.step_index, samples={})
-        self._scheduler.apply(plan, self._without_gaps(plan, nothing))
+            # One error each: a raised exception carries the traceback of its reader.
+            outputs += self._fail(sequence.request_id, make_error())
+        # Heads are published by commit alone, so neither a copy nor a position that was not computed is ever offered to
+        # others.
+        self._scheduler.cancel(plan)
         self._manager.check_invariants()
         return outputs
 
@@ -490,7 +546,11 @@ class EngineCore:
             for sequence in plan.sequences
             if sequence.request_id in result.damaged and sequence.request_id in self._sequences
         }
-        return self._guards.after_run(result, damaged)
+        try:
+            return self._guards.after_run(result, damaged)
+        except MemoryError:
+            logger.exception("[engine] no memory to look for damaged blocks; their requests end")
+            return result
 
     def _fail_sequences(self, result: StepResult) -> list[RequestFailure]:
         """End the client calls of the sequences for which no token could be chosen."""

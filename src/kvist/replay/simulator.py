@@ -462,6 +462,8 @@ class Simulator:
             if request.asleep_since >= 0:
                 self._scheduler.wake(request)
                 self._put_to_sleep(request)
+                # Without max_tokens, the step that fills a block has to be planned.
+                self._is_settled &= request.asleep_since >= 0
 
     def _finish_due(self) -> None:
         """Commit what the step that has passed computed for sequences that it mattered to, and end some of them."""

@@ -56,16 +56,17 @@ class NativeRunner:
 
         Raises:
             InvariantViolation: The plan changes the memory of blocks, and the arena's blocks have one codec.
+            MemoryError: There was none for computing the step. It may be run again, or another one with its copies.
 
         Mutates: The arena: memory of blocks, targets of copies and slots of the scheduled tokens.
         """
-        if plan.memory_ops:
-            if not isinstance(self._arena, SlabArena):
-                raise InvariantViolation(
-                    f"[runner] expected no memory operations where blocks have one codec, received "
-                    f"{len(plan.memory_ops)} in step {plan.step_index}"
-                )
-            self._arena.apply(plan.memory_ops)
+        if isinstance(self._arena, SlabArena):
+            self._arena.apply(plan.memory_ops)  # after what an earlier step had no memory for
+        elif plan.memory_ops:
+            raise InvariantViolation(
+                f"[runner] expected no memory operations where blocks have one codec, received "
+                f"{len(plan.memory_ops)} in step {plan.step_index}"
+            )
         # In plan order: a later copy may overwrite the source of an earlier one.
         for copy in plan.copies:
             self._arena.copy(copy.source, copy.target, copy.num_tokens)

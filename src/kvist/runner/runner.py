@@ -15,6 +15,7 @@ import torch
 
 from kvist.errors import InvariantViolation
 from kvist.kernels.batch import AttentionBatch
+from kvist.kernels.exhaustion import torch_memory_errors
 from kvist.runner.damage import damage_messages
 from kvist.runner.sampler import SampleFailure, sample
 from kvist.sched.output import StepResult
@@ -56,6 +57,7 @@ class ModelRunner:
 
         Raises:
             InvariantViolation: The plan changes the memory of blocks; only the native plane's blocks can.
+            MemoryError: There was none for computing the step. It may be run again, or another one with its copies.
 
         Mutates: The arena: targets of copies and slots of the scheduled tokens.
         """
@@ -64,7 +66,7 @@ class ModelRunner:
                 f"[runner] expected no memory operations where blocks have one codec, received "
                 f"{len(plan.memory_ops)} in step {plan.step_index}"
             )
-        with torch.inference_mode():
+        with torch.inference_mode(), torch_memory_errors():
             # In plan order: a later copy may overwrite the source of an earlier one.
             for copy in plan.copies:
                 self._arena.copy(copy.source, copy.target, copy.num_tokens)

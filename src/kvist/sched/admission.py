@@ -92,14 +92,17 @@ class Admission:
     def _admit_in_order(self, step: Step) -> bool:
         """Start requests until one stops those behind it; return whether the batch may go on growing."""
         num_skipped = num_reordered = 0
-        while num_skipped < MAX_SKIPPED and len(self._running) < self._max_running:
-            candidate = None if self._is_used_up(step) else self._waiting.queue.peek()
+        queue, running = self._waiting.queue, self._running.requests
+        while num_skipped < MAX_SKIPPED and len(running) < self._max_running:
+            candidate = None if self._is_used_up(step) else queue.peek()
             if candidate is None:
-                return self._waiting.queue.num_parked > 0
+                return queue.has_parked
             request, is_urgent = candidate
             if self._waiting.join_parked(request):
                 continue
-            match = self._waiting.look_up(request)
+            match = self._look_up(request, step)
+            if match is None:
+                return False
             self._manager.touch(match)
             if match.pending:
                 self._waiting.queue.park(request, group_of(request, match))
@@ -121,6 +124,14 @@ class Admission:
                 self._waiting.queue.set_aside(request)
                 num_skipped += 1
         return False
+
+    def _look_up(self, request: Request, step: Step) -> PrefixMatch | None:
+        """Return what the cache holds of a waiting request; None: there is no memory to look."""
+        try:
+            return self._waiting.look_up(request)
+        except MemoryError:
+            step.has_failed_allocation = True
+            return None
 
     def _is_used_up(self, step: Step) -> bool:
         # A batch takes what the memory holds, whenever the prompts are computed.

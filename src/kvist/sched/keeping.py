@@ -46,8 +46,8 @@ class PromptKeeper:
             if keep.is_pinned and self._pin(request, keep.ttl_s):
                 return
             request.num_retained_tokens = self._manager.retain(chain, num_tokens, keep.ttl_s)
-        except NotCached:
-            return
+        except (NotCached, MemoryError):
+            return  # its usage says that nothing was kept
 
     def _pin(self, request: Request, ttl_s: float) -> bool:
         try:

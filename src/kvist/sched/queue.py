@@ -104,6 +104,14 @@ class _Heap:
             self._items = [item for item in self._items if item[2].entry == item[1]]
             heapq.heapify(self._items)
 
+    def take_first(self, place: _Place) -> tuple[int, ...] | None:
+        """Take out a place that stands first, and return its key; None: it does not, and stays. O(log n)."""
+        if not self._items or self._items[0][2] is not place or place.entry != self._items[0][1]:
+            return None
+        place.entry = -1
+        self._num_live -= 1
+        return heapq.heappop(self._items)[0]
+
     def first(self) -> _Place | None:
         """Return the place with the smallest key; None when there is none. Amortised O(log n)."""
         while self._items:
@@ -200,7 +208,8 @@ class WaitingQueue:
         self._order: list[tuple[int, int, _Lane]] = []
         self._num_listed = 0
         self._due: dict[_Lane, None] = {}
-        self._aside: dict[_Place, None] = {}
+        # With their keys, unless those have to be asked for again.
+        self._aside: dict[_Place, tuple[int, ...] | None] = {}
         self._parked: dict[ParkedGroup, dict[Request, None]] = {}
         self._families: dict[bytes, _Family] = {}
         self._stale: dict[_Family, None] = {}
@@ -208,6 +217,11 @@ class WaitingQueue:
     def __len__(self) -> int:
         """Return how many requests wait, parked ones included."""
         return len(self._places)
+
+    @property
+    def has_parked(self) -> bool:
+        """Whether a request waits for blocks in flight."""
+        return bool(self._parked)
 
     @property
     def num_parked(self) -> int:
@@ -263,7 +277,9 @@ class WaitingQueue:
 
         Complexity: amortised O(log requests), and O(parked requests) that were overtaken often enough.
         """
-        place = self._resumed.first() or self._barrier()
+        place = self._resumed.first()
+        if place is None and self._due:
+            place = self._barrier()
         if place is not None:
             # A barrier that was set aside before it became one still lets nobody pass.
             return None if place.is_aside else Candidate(place.request, is_urgent=True)
@@ -283,15 +299,24 @@ class WaitingQueue:
     def set_aside(self, request: Request) -> None:
         """Look past a request until ``restore``."""
         place = self._places[request]
-        self._heap_of(place).discard(place)
+        heap = self._heap_of(place)
         place.is_aside = True
-        self._aside[place] = None
+        # Most often it stands first; its key is then kept.
+        self._aside[place] = key = heap.take_first(place)
+        if key is None:
+            heap.discard(place)
 
     def restore(self) -> None:
         """Put everything that was set aside back in its place."""
-        for place in self._aside:
+        for place, key in self._aside.items():
             place.is_aside = False
-            self._offer(place)
+            lane = place.lane
+            if key is None or lane is None:
+                self._offer(place)
+                continue
+            lane.heap.push(place, key)
+            if not lane.is_listed:
+                self._list(lane)
         self._aside.clear()
 
     def rekey(self, request: Request) -> None:
@@ -300,6 +325,8 @@ class WaitingQueue:
         self._heap_of(place).discard(place)
         if place.is_ready:
             self._offer(place)
+        elif place.is_aside:
+            self._aside[place] = None
 
     def overtakes(self) -> dict[Request, int]:
         """Return how often each request was overtaken, as far as it counts (inv. 1 and 2). O(requests)."""

@@ -13,7 +13,8 @@ Invariants:
     2. Of a running request, blocks cover at most ``footprint`` positions, all reserved at admission, unless it set no
        ``max_tokens``; only such a request can find the pool empty while it grows.
     3. The running request that arrived first is never preempted for memory.
-    4. Copies once planned stay in the plan, whatever becomes of their request.
+    4. Copies once planned stay in the plan, whatever becomes of their request. When the step fails, those that running
+       requests still wait for are in the next plan; until that has run, nobody writes to a block.
 
 Why everybody ends. A running request needs no new block for the next token after its admission (inv. 2; without
 ``max_tokens`` at least one output is reserved). When it needs one later and there is none, somebody is preempted or it
@@ -82,7 +83,7 @@ if TYPE_CHECKING:
     from kvist.cache.manager import CacheManager
     from kvist.sched.output import SampledToken, StepResult
     from kvist.sched.policy import SchedulingPolicy
-    from kvist.types import RequestId, TokenId
+    from kvist.types import BlockCopy, RequestId, TokenId
 
 __all__ = ["DEFAULT_MAX_OVERTAKES", "RequestRow", "RequestUpdate", "Scheduler", "SchedulerStats"]
 
@@ -146,6 +147,8 @@ class Scheduler:
             )
         self._manager = manager
         self._max_batch_tokens = max_batch_tokens
+        # Positions in the next step at most: fewer after steps that memory ran out in.
+        self._step_limit = max_batch_tokens
         self._max_queue = max_queue
         self._policy = policy
         self._keep_kv = keep_kv
@@ -165,6 +168,8 @@ class Scheduler:
             clock=clock,
         )
         self._in_flight: InFlight | None = None
+        # Copies planned for running requests in a step that failed (inv. 4).
+        self._undone_copies: tuple[BlockCopy, ...] = ()
         self._deadlines = Deadlines()
         self._throughput = Throughput()
         self._keeper = PromptKeeper(manager)
@@ -404,24 +409,31 @@ class Scheduler:
                 f"[scheduler] step {self._in_flight.plan.step_index} must be applied before the next is planned"
             )
         started_ns = self._clock()
-        step = Step(budget=max(0, self._max_batch_tokens - self._running.num_asleep))
-        if self._waiting.queue.num_parked:
-            self._waiting.wake_parked()
-        if self._policy.is_cache_aware:
-            self._waiting.reorder_stale()
+        step = Step(budget=max(0, self._step_limit - self._running.num_asleep))
+        self._look_at_cache(step)
         self._plan_next_tokens(step)
         self._plan_prompts_begun(step)
         self._retry_paused(step)
         self._admission.plan(step)
         self._plan_rest(step)
         self._num_pauses += len(step.paused)
+        plan = self._hand_out(step, started_ns) if step.num_scheduled else None
         self._num_failed_allocations += step.has_failed_allocation
-        if not step.num_scheduled:
-            if self._requests and not self._running.num_asleep:
-                self._give_up_or_retry(step)
-            return None
-        self._num_failed_plans = 0
-        return self._hand_out(step, started_ns)
+        if plan is not None:
+            self._num_failed_plans = 0
+        elif self._requests and not self._running.num_asleep:
+            self._give_up_or_retry(step)
+        return plan
+
+    def _look_at_cache(self, step: Step) -> None:
+        """Bring what is known of waiting requests up to date; what there is no memory for is left to later plans."""
+        try:
+            if self._waiting.queue.has_parked:
+                self._waiting.wake_parked()
+            if self._policy.is_cache_aware:
+                self._waiting.reorder_stale()
+        except MemoryError:
+            step.has_failed_allocation = True
 
     def _plan_next_tokens(self, step: Step) -> None:
         for request in [r for r in self._running.awake if r.num_uncomputed_tokens == 1]:
@@ -512,10 +524,17 @@ class Scheduler:
         self._num_refused += 1
         self._end(request, FinishReason.ERROR)
 
-    def _hand_out(self, step: Step, started_ns: int) -> StepPlan:
-        sequences = []
+    def _hand_out(self, step: Step, started_ns: int) -> StepPlan | None:
+        """Return the plan, which is in flight then; None: there is no memory to write it down."""
+        try:
+            sequences = tuple(
+                [self._sequence(request, num) for request, num in step.num_scheduled.items()]
+            )
+        except MemoryError:
+            step.has_failed_allocation = True
+            self._keep_copies()
+            return None
         for request, num_tokens in step.num_scheduled.items():
-            sequences.append(self._sequence(request, num_tokens))
             start = request.num_computed_tokens
             if start < request.num_computed_before:
                 num_repeated = min(num_tokens, request.num_computed_before - start)
@@ -526,10 +545,11 @@ class Scheduler:
         memory_ops = self._manager.take_memory_ops()
         plan = StepPlan(
             step_index=self._num_steps,
-            copies=() if memory_ops else tuple(step.copies),
+            copies=() if self._manager.is_mixed else (*self._undone_copies, *step.copies),
             memory_ops=memory_ops,
-            sequences=tuple(sequences),
+            sequences=sequences,
         )
+        self._undone_copies = ()
         self._num_steps += 1
         self._in_flight = InFlight(plan, requests, started_ns)
         return plan
@@ -563,8 +583,8 @@ class Scheduler:
         Mutates:
             Commits blocks; releases those of finished requests.
         """
-        if self._in_flight is None or self._in_flight.plan is not plan:
-            raise InvariantViolation(f"[scheduler] step {plan.step_index} is not in flight")
+        self._require_in_flight(plan)
+        assert self._in_flight is not None
         missing = [
             sequence.request_id
             for sequence in plan.sequences
@@ -578,12 +598,43 @@ class Scheduler:
         requests, started_ns = self._in_flight.requests, self._in_flight.started_ns
         self._in_flight = None
         self._throughput.record(plan.num_batch_tokens, (self._clock() - started_ns) / 1e9)
+        if self._step_limit < self._max_batch_tokens:
+            longer = self._step_limit + max(1, self._step_limit // 8)
+            self._step_limit = min(longer, self._max_batch_tokens)
         updates = []
         for request, sequence in zip(requests, plan.sequences, strict=True):
             update = self._apply_sequence(request, sequence, result)
             if update is not None:
                 updates.append(update)
         return tuple(updates)
+
+    def cancel(self, plan: StepPlan) -> None:
+        """Close the step in flight, of which nothing is known to be computed. Its running requests are planned anew.
+
+        Raises:
+            InvariantViolation: ``plan`` is not the step in flight.
+        """
+        self._require_in_flight(plan)
+        self._in_flight = None
+        self._keep_copies()
+
+    def retry_shorter(self, plan: StepPlan) -> None:
+        """Do as ``cancel`` because memory ran out: the next step has half as many positions at most.
+
+        The limit grows by an eighth with each step that succeeds, up to what it was.
+        """
+        self.cancel(plan)
+        self._num_failed_allocations += 1
+        self._step_limit = max(1, plan.num_batch_tokens // 2)
+
+    def _require_in_flight(self, plan: StepPlan) -> None:
+        if self._in_flight is None or self._in_flight.plan is not plan:
+            raise InvariantViolation(f"[scheduler] step {plan.step_index} is not in flight")
+
+    def _keep_copies(self) -> None:
+        """Note the copies that running requests wait for, whose step has failed or was not handed out (inv. 4)."""
+        leases = map(lease_of, self._running.requests)
+        self._undone_copies = tuple([copy for lease in leases if (copy := lease.pending_copy)])
 
     def _apply_sequence(
         self, request: Request, sequence: ScheduledSequence, result: StepResult

@@ -76,10 +76,11 @@ class Waiting:
 
     def join_parked(self, request: Request) -> bool:
         """Park a request if it waits for a block that others are known to wait for; saves a lookup for each."""
-        for group in self.queue.groups:
-            if _waits_for(request, group):
-                self.queue.park(request, group)
-                return True
+        if self.queue.has_parked:
+            for group in self.queue.groups:
+                if _waits_for(request, group):
+                    self.queue.park(request, group)
+                    return True
         return False
 
     def wake_parked(self) -> None:

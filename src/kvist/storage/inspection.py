@@ -12,6 +12,7 @@ import torch
 from blake3 import blake3
 
 from kvist.codecs import spans
+from kvist.kernels.exhaustion import torch_memory_errors
 from kvist.storage.slabs import SlabArena
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class BlockInspector:
     def __init__(self, arena: BlockArena | SlabArena) -> None:
         self._arena = arena
 
+    @torch_memory_errors()
     def is_finite(self, block_id: int, num_tokens: int) -> bool:
         """Return whether the first ``num_tokens`` positions hold finite K and V only. O(bytes).
 
@@ -52,6 +54,7 @@ class BlockInspector:
         stored = self._arena.head(block_id, num_tokens)
         return bool(self._arena.codec_at(block_id).is_finite(stored).all())
 
+    @torch_memory_errors()
     def checksum(self, block_id: int, num_tokens: int) -> bytes:
         """Return a digest of the first ``num_tokens`` positions: equal for equal bytes, and for no others.
 
@@ -66,6 +69,7 @@ class BlockInspector:
             data = head.view(torch.uint8).cpu().numpy()
         return blake3(data.data, max_threads=1).digest(length=CHECKSUM_BYTES)
 
+    @torch_memory_errors()
     def excess(self, block_id: int, other_id: int, num_tokens: int) -> float:
         """Return by how much two blocks differ, in units of what recomputing explains; above 1 they hold other content.
 

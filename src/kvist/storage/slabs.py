@@ -24,6 +24,7 @@ Invariants:
 from __future__ import annotations
 
 import logging
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -195,6 +196,8 @@ class SlabArena:
         self._empty = list(reversed(range(num_slabs)))
         # A block is encoded here first: its new cell may be found only once the old one is free.
         self._encoded = np.empty(max(sizes.values()), np.uint8)
+        # Operations that memory ran out in, and those after them.
+        self._left: deque[MemoryOp | BlockCopy] = deque()
         self._num_bytes_used = 0
         self._num_cell_bytes = 0
         self._num_moved_bytes = 0
@@ -285,23 +288,24 @@ class SlabArena:
 
         Raises:
             InvariantViolation: An operation cannot be, as its id or its codec is, or is beyond the budget; those
-                before it are done.
+                before it are done, those after it never will be.
+            MemoryError: What an operation needs beside the blocks could not be had. Nothing is lost: the next call
+                begins with that operation.
 
         Mutates: ``offsets`` and ``codecs`` of the ids named, and ``offsets`` of blocks that compaction moves: at most
             the blocks of one slab for each block that changes its size.
         """
-        for op in ops:
-            if isinstance(op, BlockCopy):
-                self.copy(op.source, op.target, op.num_tokens)
-            elif op.kind == "allocate":
-                self._allocate(op.block_id, op.codec)
-            elif op.kind == "free":
-                self._class_of(op.block_id)
-                self._release(op.block_id)
-            elif op.kind == "demote":
-                self._demote(op)
-            else:
-                raise InvariantViolation(f"[storage] memory operation {op.kind!r} is none")
+        left = self._left
+        left.extend(ops)
+        while left:
+            try:
+                self._carry_out(left[0])
+            except MemoryError:
+                raise
+            except Exception:
+                left.clear()
+                raise
+            left.popleft()
 
     def copy(self, source: int, target: int, num_tokens: int) -> None:
         """Write the first ``num_tokens`` positions of one block into another one, K and V of all layers.
@@ -345,6 +349,19 @@ class SlabArena:
             num_held_rows=self._num_held_rows,
         )
 
+    def _carry_out(self, op: MemoryOp | BlockCopy) -> None:
+        if isinstance(op, BlockCopy):
+            self.copy(op.source, op.target, op.num_tokens)
+        elif op.kind == "allocate":
+            self._allocate(op.block_id, op.codec)
+        elif op.kind == "free":
+            self._class_of(op.block_id)
+            self._release(op.block_id)
+        elif op.kind == "demote":
+            self._demote(op)
+        else:
+            raise InvariantViolation(f"[storage] memory operation {op.kind!r} is none")
+
     def _class_of(self, block_id: int) -> _Class:
         number = int(self.codecs[block_id]) if 0 <= block_id < self.num_ids else NOT_ALLOCATED
         if number == NOT_ALLOCATED:
@@ -381,8 +398,11 @@ class SlabArena:
         encoded = self._encoded[: self.block_bytes(codec)]
         start = op.block_index * block_size
         self._recode(block_id, codec, encoded, op.num_tokens or block_size, start)
+        number = self._numbers[codec]
+        # Before the block has lost its cell: it must not be without one when memory runs out.
+        spare = self._new_slab(number)
         self._release(block_id)
-        self._allocate(block_id, codec)
+        self._put(block_id, number, self._find_cell(number, spare))
         self.block(block_id)[:] = encoded
 
     def _recode(
@@ -452,20 +472,24 @@ class SlabArena:
             self._slabs[index] = None
             self._empty.append(index)
 
-    def _find_cell(self, number: int) -> _Place:
+    def _new_slab(self, number: int) -> _Slab:
+        cells = self._classes[number].cells
+        return _Slab(number, [_NOBODY] * cells, list(reversed(range(cells))))
+
+    def _find_cell(self, number: int, spare: _Slab | None = None) -> _Place:
         """Return a free cell of a codec, where the other cells are in use: emptier slabs get a chance to run empty.
 
-        Mutates: Takes an empty slab for the codec if it must, and makes one if there is none.
+        Mutates: Takes an empty slab for the codec if it must, with ``spare`` as its record, and makes one if there is
+            none.
         """
         each = self._classes[number]
         index = each.fullest_with_room()
         if index is None:
+            made = spare or self._new_slab(number)
             if not self._empty:
                 self._compact()
             index = self._empty.pop()
-            self._slabs[index] = _Slab(
-                number, [_NOBODY] * each.cells, list(reversed(range(each.cells)))
-            )
+            self._slabs[index] = made
             each.num_slabs += 1
             each.by_num_blocks[0][index] = None
         slab = self._slabs[index]

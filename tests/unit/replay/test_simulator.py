@@ -258,6 +258,18 @@ def test_fast_forward_plans_the_steps_that_matter_when_somebody_waits_or_grows()
     assert 20 <= timeline.num_planned_steps <= 2 * 10 + 3
 
 
+@pytest.mark.parametrize("num_prompt", range(5, 9))
+@pytest.mark.parametrize("num_output", range(2, 9))
+def test_fast_forward_changes_nothing_for_one_that_grows_alone(num_prompt, num_output):
+    load = Load(has_max_tokens=False)
+    records = [record(0.0, num_prompt, num_output)]
+    outcomes = [
+        outcome(*simulate(records, cost=MIXED, load=load, fast_forward=fast_forward))
+        for fast_forward in (True, False)
+    ]
+    assert outcomes[0] == outcomes[1]
+
+
 def test_the_same_trace_gives_the_same_result():
     records = random_records(random.Random(7))
     assert outcome(*simulate(records, cost=MIXED)) == outcome(*simulate(records, cost=MIXED))
