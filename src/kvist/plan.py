@@ -63,9 +63,9 @@ MIN_REQUEST_BLOCKS = 4
 the source of a partial copy."""
 
 
-DEMOTED_BYTES_PER_STEP = 6 * 1024 * 1024
-"""K and V in 16 bits that a step encodes in a smaller codec at most, or one block. Two threads of a Zen 3 take 1.05 ms
-for 1.4 MiB of SmolLM2-135M to int4: no step waits for more than 5 ms. The numbers have to be measured again when the
+DEMOTED_BYTES_PER_STEP = 3 * 1024 * 1024
+"""K and V in 16 bits that a step encodes in a smaller codec at most, or one block. Two threads of a Zen 3 take 1.75 ms
+for 1.4 MiB of SmolLM2-135M to int4: two blocks are 4 ms of a step. The numbers have to be measured again when the
 encoder changes."""
 
 
