@@ -42,6 +42,7 @@ __all__ = [
     "MemoryEstimate",
     "WeightFormat",
     "detect_hardware",
+    "formats",
     "kv_spec_of",
     "memory_estimate",
     "precision_of",
@@ -60,6 +61,12 @@ tokeniser, the page cache of the checkpoint and whatever else runs on the machin
 MIN_REQUEST_BLOCKS = 4
 """Blocks that must fit at the very least (fewer when the whole context is shorter): room for a prompt, its output and
 the source of a partial copy."""
+
+
+DEMOTED_BYTES_PER_STEP = 3 * 1024 * 1024
+"""K and V in 16 bits that a step encodes in a smaller codec at most, or one block. Two threads of a Zen 3 take 1.75 ms
+for 1.4 MiB of SmolLM2-135M to int4: two blocks are 4 ms of a step. The numbers have to be measured again when the
+encoder changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +135,8 @@ class EnginePlan:
     """Where what int4 and int3 know of the model is from: ``auto``, ``none`` or a file; empty without those codecs."""
     demote_before_evict: bool = False
     """Whether cached blocks that nobody uses are made smaller before any is evicted."""
+    max_demotions: int = 0
+    """Blocks that a step makes smaller at most, unless its memory needs more; 0: as many as there are."""
     block_size: int
     """Tokens per block."""
     num_blocks: int
@@ -156,6 +165,8 @@ class EnginePlan:
     """Seconds that every prompt is kept before others; 0: by use alone."""
     pin_fraction: float
     """Fraction of the pool that pins may hold; no request may need more than the rest."""
+    max_pinned_blocks: int = 0
+    """Blocks that may be pinned at most, as small as they get."""
     explain_blocks: int = 32768
     """Blocks remembered after they left the cache."""
     layer_windows: tuple[int, ...] = ()
@@ -179,6 +190,11 @@ class EnginePlan:
     notes: tuple[str, ...]
     """What was lowered to fit, and why; empty when nothing was."""
 
+    @property
+    def kv_format(self) -> str:
+        """What K and V are kept in: a codec, or the rule by which blocks change theirs."""
+        return self.precision or self.codec
+
     def one_line(self) -> str:
         """Return the plan for the log: every decision, no prompt and no path beyond the model's name."""
         parts = (
@@ -188,9 +204,10 @@ class EnginePlan:
             f"weight_memory={self.weight_bytes / GIB:.2f}GiB",
             f"weight_cache={'on' if self.weight_cache else 'off'}",
             f"dtype={self.dtype}",
-            f"kv={self.precision or self.codec}",
+            f"kv={self.kv_format}",
             f"kv_transforms={Path(self.transforms).name or 'unused'}",
             f"demote_before_evict={'on' if self.demote_before_evict else 'off'}",
+            f"max_demotions={self.max_demotions or 'any'}",
             f"kv_memory={self.kv_bytes / GIB:.2f}GiB",
             f"blocks={self.num_blocks}x{self.block_size}",
             f"max_context={self.max_context_len}",
@@ -266,29 +283,22 @@ def resolve(config: EngineConfig, spec: ModelSpec, hardware: Hardware) -> Engine
     Raises:
         ConfigError: The request for a context, a memory size or a model cannot be met; the message has the numbers.
     """
-    precision = precision_of(config.cache)
+    weights, precision = formats(config, spec, hardware)
     kv_spec = _kv_spec(spec, config.cache.kv_cache_dtype, config.cache.block_size)
-    weights = weight_format(config.model, spec, kv_spec.codec, hardware)
-    if precision is not None and weights.plane != "native":
-        raise ConfigError(
-            "[plan] blocks of several codecs need the native kernels, received --kv-precision "
-            f"{precision} with weights on {weights.plane} "
-            f"({hardware.why_no_isa or why_not_native(spec) or 'by --dtype or for this CPU'}); "
-            "set --kv-cache-dtype raw16 and leave out --kv-precision"
-        )
     weight_bytes = weights.num_bytes(spec)
     context = _requested_context(config, spec)
     if precision is not None and (config.cache.audit_fraction or config.cache.refresh_every):
         raise ConfigError(
             "[plan] --audit-fraction and --refresh-every work on blocks that keep their codec, received "
-            f"--kv-precision {precision}; leave them out, or set --kv-cache-dtype raw16 or int8"
+            f"{_named_by(config.cache)}; leave them out, or keep blocks in raw16 or int8"
         )
     if precision is not None and config.cache.kv_cache == "off":
         raise ConfigError(
-            f"[plan] --kv-cache off keeps no blocks that could become smaller, received --kv-precision {precision}; "
-            "set --kv-cache-dtype raw16 and leave out --kv-precision"
+            "[plan] --kv-cache off keeps no blocks that could become smaller, received "
+            f"{_named_by(config.cache)}; leave one of them out"
         )
     num_blocks, kv_bytes = _num_blocks(config, kv_spec, precision, context, weight_bytes, hardware)
+    pin_fraction = config.cache.pin_fraction
     max_context_len, notes = _fit_context(config, kv_spec, precision, context, kv_bytes)
     if weights.plane == "torch" and config.model.dtype == "auto":
         reason = hardware.why_no_isa or why_not_native(spec)
@@ -309,6 +319,9 @@ def resolve(config: EngineConfig, spec: ModelSpec, hardware: Hardware) -> Engine
         precision=str(precision or ""),
         transforms=_transforms(config.cache, precision),
         demote_before_evict=precision is not None and config.cache.demote_before_evict != "off",
+        max_demotions=0
+        if precision is None
+        else max(1, DEMOTED_BYTES_PER_STEP // kv_spec.block_bytes),
         block_size=kv_spec.block_size,
         num_blocks=num_blocks,
         raw_block_bytes=replace(kv_spec, codec="raw16").block_bytes,
@@ -326,7 +339,9 @@ def resolve(config: EngineConfig, spec: ModelSpec, hardware: Hardware) -> Engine
         eviction=config.cache.eviction,
         cache_shares=tuple(sorted(config.cache.cache_share.items())),
         cache_ttl_s=config.cache.cache_ttl_s or 0.0,
-        pin_fraction=config.cache.pin_fraction,
+        pin_fraction=pin_fraction,
+        max_pinned_blocks=_pinnable_bytes(kv_spec, precision, kv_bytes, pin_fraction)
+        // min(_sizes(kv_spec, precision, kv_bytes)[0].values()),
         schedule=config.scheduler.schedule,
         max_overtakes=config.scheduler.max_overtakes,
         max_batch_tokens=config.scheduler.max_batch_tokens,
@@ -343,9 +358,27 @@ def _transforms(cache: CacheConfig, precision: KVPrecision | None) -> str:
     if cache.kv_transforms != "auto":
         raise ConfigError(
             f"[plan] --kv-transforms {cache.kv_transforms} is for {' and '.join(SPAN_CODEC_BITS)}, which "
-            f"--kv-precision {precision or 'left out'} does not use; leave it out, or set --kv-cache-dtype int4"
+            f"{_named_by(cache)} does not use; leave it out, or set --kv-cache-dtype int4"
         )
     return ""
+
+
+def _named_by(cache: CacheConfig) -> str:
+    """Return the option by which the user said in what blocks are kept, with its value."""
+    if cache.kv_profile is not None:
+        return f"--kv-profile {cache.kv_profile}, which says {cache.kv_cache_dtype},"
+    if cache.kv_precision is not None:
+        return f"--kv-precision {cache.kv_precision}"
+    return f"--kv-cache-dtype {cache.kv_cache_dtype}"
+
+
+def _pinnable_bytes(
+    kv_spec: KVSpec, precision: KVPrecision | None, kv_bytes: int, pin_fraction: float
+) -> int:
+    """Return what pins may hold of some KV memory: whole blocks where all have one size, as the pool counts it."""
+    sizes, budget = _sizes(kv_spec, precision, kv_bytes)
+    unit = 1 if precision is not None else sizes[kv_spec.codec]
+    return int(budget // unit * pin_fraction) * unit
 
 
 def _refresh_every(config: EngineConfig, kv_spec: KVSpec) -> int:
@@ -421,6 +454,28 @@ def memory_estimate(  # noqa: PLR0913  # each a number of its own
     )
 
 
+def formats(
+    config: EngineConfig, spec: ModelSpec, hardware: Hardware
+) -> tuple[WeightFormat, KVPrecision | None]:
+    """Return what weights are kept in, and the rule by which blocks change their codec; None: they do not.
+
+    Raises:
+        ConfigError: The options do not go together, or not with this model or machine.
+    """
+    precision = precision_of(config.cache)
+    weights = weight_format(config.model, spec, config.cache.kv_cache_dtype, hardware)
+    if precision is not None and weights.plane != "native":
+        why = f"--dtype {config.model.dtype} computes in torch"
+        if config.model.dtype == "auto":
+            why = hardware.why_no_isa or why_not_native(spec) or "there are none for this CPU"
+        raise ConfigError(
+            f"[plan] blocks of several codecs need the native kernels, received {_named_by(config.cache)} where "
+            f"weights are on {weights.plane}: {why}; keep blocks in one codec, as --kv-cache-dtype raw16, "
+            "or leave --dtype at auto"
+        )
+    return weights, precision
+
+
 def weight_format(
     model: ModelConfig, spec: ModelSpec, codec: str, hardware: Hardware
 ) -> WeightFormat:
@@ -463,11 +518,6 @@ def weight_format(
             f"[plan] --weights {model.weights} needs the native kernels: {why_not}; leave it at auto"
         )
     return WeightFormat(plane="native", kind=model.weights)
-
-
-def num_pinnable(num_blocks: int, pin_fraction: float) -> int:
-    """Return how many blocks of a pool pins may hold."""
-    return int(num_blocks * pin_fraction)
 
 
 def kv_spec_of(plan: EnginePlan, spec: ModelSpec) -> KVSpec:
@@ -519,8 +569,8 @@ def precision_of(cache: CacheConfig) -> KVPrecision | None:
         return None
     if text is not None and cache.kv_cache_dtype not in {"auto", "mixed"}:
         raise ConfigError(
-            f"[plan] --kv-cache-dtype {cache.kv_cache_dtype} keeps all blocks in one codec and --kv-precision {text} "
-            "does not; give one of them"
+            f"[plan] --kv-cache-dtype {cache.kv_cache_dtype} and --kv-precision {text} each say in which codecs blocks "
+            "are kept; give one of them"
         )
     return _rule_of(cache.kv_cache_dtype) if text is None else KVPrecision.parse(text)
 
@@ -583,7 +633,7 @@ def _num_blocks(
     else:
         sizes, budget = _sizes(kv_spec, precision, num_bytes)
         num_blocks = budget // sizes[kv_spec.codec]
-    if num_blocks - num_pinnable(num_blocks, config.cache.pin_fraction) < minimum:
+    if num_blocks - int(num_blocks * config.cache.pin_fraction) < minimum:
         raise ConfigError(
             f"[plan] not even one small request fits: {minimum} blocks of {kv_spec.block_bytes:,} bytes "
             f"({kv_spec.block_size} tokens) are needed, {num_blocks} fit (weights {weight_bytes:,} bytes, "
@@ -612,16 +662,14 @@ def _fit_context(
     kv_bytes: int,
 ) -> tuple[int, tuple[str, ...]]:
     sizes, budget = _sizes(kv_spec, precision, kv_bytes)
-    num_blocks = budget // sizes[kv_spec.codec]
     profile = _profile(config.scheduler.max_batch_tokens, kv_spec, precision, sizes)
     # Admission never counts on what pins may hold.
-    num_pinned = num_pinnable(num_blocks, config.cache.pin_fraction)
-    num_usable = num_blocks - num_pinned
-    num_fitting = profile.max_blocks(budget - num_pinned * sizes[kv_spec.codec])
+    usable = budget - _pinnable_bytes(kv_spec, precision, kv_bytes, config.cache.pin_fraction)
+    num_fitting = profile.max_blocks(usable)
     capacity = num_fitting * kv_spec.block_size
     if capacity >= context:
         return context, ()
-    usable_fraction = num_usable / num_blocks
+    usable_fraction = usable / budget
     needed_gib = profile.total(kv_spec.num_blocks_for(context)) / usable_fraction / GIB
     if config.model.max_context is not None:
         raise ConfigError(

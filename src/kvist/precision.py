@@ -140,3 +140,5 @@ class KVBudget:
     max_chunk: int = 1 << 30
     """Positions of one sequence that are computed before its blocks are made smaller: those of a step at most. They
     are written in the first codec, so memory for them is promised in that one."""
+    max_demotions: int | None = None
+    """Blocks that a step makes smaller at most, unless its memory needs more, >= 1; None: all, at once."""

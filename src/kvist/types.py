@@ -247,7 +247,7 @@ class MissReason(Enum):
     MODEL_CHANGED = "model_changed"
     """The same owner's earlier prompt was computed by other weights or with another adapter."""
     BELOW_BLOCK_SIZE = "below_block_size"
-    """Less than a block matches, and there was no room to copy it."""
+    """Less than a block matches, and it could not be copied: there was no room, or the block's codec allows none."""
     VERIFICATION_FAILED = "verification_failed"
     """A block with the right identity did not hold what it should."""
     NOT_YET_COMPUTED = "not_yet_computed"

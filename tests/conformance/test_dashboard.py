@@ -179,9 +179,15 @@ class TestFeed:
             assert span["calls"] + sum(s["calls"] for s in more) == 2
             values = document["values"]
             assert sum(values["blocks"]) == 64
-            assert values["tiers"] == [
-                {"name": "host memory", "codec": "float32", "num_blocks": 64, "block_bytes": 1}
-            ]
+            [tier] = values["tiers"]
+            assert (tier["name"], tier["codec"], tier["num_blocks"]) == (
+                "host memory",
+                "float32",
+                64,
+            )
+            assert (tier["block_bytes"], tier["num_bytes"]) == (1, 64)
+            assert tier["codecs"] == {"float32": [tier["used_bytes"]] * 2}
+            assert 0 < tier["used_bytes"] < 64
             assert len(document["cells"]) == 64
             texts = {prefix["text"]: prefix for prefix in document["prefixes"].values()}
             assert texts["once upon a "]["hits"] == 1

@@ -126,7 +126,7 @@ def test_numbers_are_those_of_what_was_served(app, engine):
     assert got["kvist_time_per_output_token_seconds_count",] == 3
     assert got["kvist_queue_seconds_count",] == 3
     num_steps = got["kvist_steps_total",]
-    for phase in ("schedule", "forward", "sample", "apply"):
+    for phase in ("schedule", "memory", "forward", "sample", "apply"):
         assert got["kvist_step_seconds_count", phase] == num_steps
     states = [
         got["kvist_blocks", "float32", state, "device"] for state in ("held", "free", "evictable")

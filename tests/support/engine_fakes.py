@@ -173,7 +173,9 @@ def make_plan(**changes) -> EnginePlan:
         "reserve_tokens": 8,
         "notes": (),
     }
-    return EnginePlan(**{**values, **changes})
+    values |= changes
+    values.setdefault("max_pinned_blocks", int(values["num_blocks"] * values["pin_fraction"]))
+    return EnginePlan(**values)
 
 
 @dataclass

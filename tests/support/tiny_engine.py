@@ -76,7 +76,9 @@ def tiny_plan(**changes) -> EnginePlan:
         "reserve_tokens": 16,
         "notes": (),
     }
-    return EnginePlan(**{**values, **changes})
+    values |= changes
+    values.setdefault("max_pinned_blocks", int(values["num_blocks"] * values["pin_fraction"]))
+    return EnginePlan(**values)
 
 
 def make_core(decoder: Decoder, **changes) -> EngineCore:

@@ -13,6 +13,7 @@ from kvist.config import EngineConfig
 from kvist.errors import ConfigError
 from kvist.kernels import native
 from kvist.plan import (
+    DEMOTED_BYTES_PER_STEP,
     KV_MEMORY_FRACTION,
     EnginePlan,
     Hardware,
@@ -454,7 +455,17 @@ def test_blocks_of_several_codecs_are_planned_in_bytes() -> None:
             "--kv-cache-dtype int8",
         ),
         ({"demote_before_evict": "on"}, "--demote-before-evict"),
-        ({"kv_cache_dtype": "mixed", "dtype": "float32"}, "--kv-precision"),
+        ({"kv_cache_dtype": "mixed", "dtype": "float32"}, "--kv-cache-dtype mixed .*--dtype"),
+        (
+            {"kv_precision": "recent:8=raw16,rest=int8", "dtype": "float32"},
+            "received --kv-precision recent:8=raw16,rest=int8 where",
+        ),
+        ({"kv_cache_dtype": "int4", "kv_cache": "off"}, "received --kv-cache-dtype int4;"),
+        ({"kv_cache_dtype": "int4", "refresh_every": 5}, "received --kv-cache-dtype int4;"),
+        (
+            {"kv_cache_dtype": "int4", "kv_profile": "p.json", "kv_cache": "off"},
+            "received --kv-profile p.json, which says int4,",
+        ),
         ({"kv_cache_dtype": "mixed", "audit_fraction": 0.5}, "--audit-fraction"),
         ({"kv_cache_dtype": "int4", "audit_fraction": 0.5}, "--audit-fraction"),
         ({"kv_cache_dtype": "int4", "block_size": 32}, "--block-size"),
@@ -462,8 +473,11 @@ def test_blocks_of_several_codecs_are_planned_in_bytes() -> None:
         ({"kv_precision": "recent:8=raw16,rest=int3", "block_size": 16}, "--block-size"),
         ({"kv_cache_dtype": "int4", "kv_cache": "off"}, "--kv-cache off"),
         ({"kv_cache_dtype": "int4", "kv_precision": "recent:8=raw16,rest=int8"}, "int4"),
-        ({"kv_cache_dtype": "int4", "dtype": "float32"}, "--kv-precision"),
-        ({"kv_cache_dtype": "int8", "kv_transforms": "none"}, "--kv-transforms none"),
+        ({"kv_cache_dtype": "int4", "dtype": "float32"}, "received --kv-cache-dtype int4"),
+        (
+            {"kv_cache_dtype": "int8", "kv_transforms": "none"},
+            "--kv-transforms none .* --kv-cache-dtype int8 does not use",
+        ),
         ({"kv_precision": "recent:8=raw16,rest=int8", "kv_transforms": "x"}, "--kv-transforms x"),
     ],
 )
@@ -521,3 +535,21 @@ def test_an_estimate_knows_every_codec_and_what_a_step_needs() -> None:
     assert raw.step_bytes == 0
     rule = KVPrecision.parse(PRESETS["int4"])
     assert memory_estimate(LLAMA_2_7B, codec=rule, **values) == int4
+
+
+def test_a_step_makes_a_few_blocks_smaller_at_most() -> None:
+    plan = plan_of(hardware=NATIVE_MACHINE, kv_cache_dtype="int4")
+    assert 1 <= plan.max_demotions * BLOCK_BYTES <= DEMOTED_BYTES_PER_STEP
+    machine = dataclasses.replace(NATIVE_MACHINE, available_bytes=64 * GIB)
+    block_size = 64 * (DEMOTED_BYTES_PER_STEP // BLOCK_BYTES + 1)
+    large = plan_of(hardware=machine, kv_cache_dtype="int4", block_size=block_size)
+    assert large.max_demotions == 1
+    assert plan_of(hardware=NATIVE_MACHINE).max_demotions == 0
+
+
+def test_pins_may_hold_more_blocks_where_blocks_are_small() -> None:
+    options = {"hardware": NATIVE_MACHINE, "memory_gib": 0.25, "pin_fraction": 0.5}
+    raw, int4 = plan_of(**options), plan_of(**options, kv_cache_dtype="int4")
+    assert raw.max_pinned_blocks == raw.num_blocks // 2
+    assert int4.max_pinned_blocks > 3 * raw.max_pinned_blocks
+    assert (raw.kv_format, int4.kv_format) == ("raw16", PRESETS["int4"])

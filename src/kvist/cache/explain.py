@@ -153,6 +153,9 @@ def _add(spans: list[MissSpan], start: int, end: int, reason: MissReason) -> Non
 
 
 def _reason_of(entry: Entry) -> MissReason:
+    if entry.num_cached:
+        # Of what is there a head was wanted, and its codec does not allow copies.
+        return MissReason.BELOW_BLOCK_SIZE
     if entry.num_in_flight or entry.left_why is None:
         return MissReason.NOT_YET_COMPUTED
     return entry.left_why

@@ -172,6 +172,7 @@ def _sizes(pool: BlockPool, leases: Sequence[PrefixLease]) -> Iterator[str]:
         )
     if num_used > pool.capacity:
         yield f"blocks take {num_used} of {pool.capacity} units"
+    yield from _memory_of_codecs(pool, in_use, set(evictable))
     if any(block.size != pool.sizes[block.level] for block in in_use):
         yield "a block has not the size of its codec"
     for window in range(len(leases[0].windows) if leases else 0):
@@ -180,6 +181,25 @@ def _sizes(pool: BlockPool, leases: Sequence[PrefixLease]) -> Iterator[str]:
         )
         if any(block.fresh[window] != holders[block] for block in pool.blocks):
             yield f"the leases that have a block within window {window} are miscounted"
+
+
+def _memory_of_codecs(pool: BlockPool, in_use: set[Block], evictable: set[Block]) -> Iterator[str]:
+    if not pool.is_mixed:
+        return
+    usage = pool.usage()
+    for counted, blocks in (
+        ({codec: each.num_blocks for codec, each in usage.items()}, in_use),
+        ({codec: each.num_evictable for codec, each in usage.items()}, evictable),
+    ):
+        found = Counter(pool.codec_in_memory(block) for block in blocks)
+        if any(num_blocks != found[codec] for codec, num_blocks in counted.items()):
+            yield f"{counted} counted by codec, {dict(found)} are there"
+    num_taken = sum(each.num_units for each in usage.values())
+    if num_taken != pool.num_used + pool.num_due_units or num_taken > pool.capacity:
+        yield (
+            f"memory of {num_taken} of {pool.capacity} units is taken, {pool.num_used} are counted and "
+            f"{pool.num_due_units} are due"
+        )
 
 
 def _partitions(pool: BlockPool) -> Iterator[str]:

@@ -35,7 +35,13 @@ that it accepts is admitted at the latest when nothing else runs, whatever is pi
 
 Several codecs (``KVBudget``). Memory is then counted in bytes. A block is written in the largest codec; ``aging`` says
 when it is made smaller: as the precision rule wants, or, before anything cached is evicted, for room. A footprint is
-promised as its blocks will be: the older ones small, the youngest and those of a step large (``promises``).
+promised as its blocks will be: the older ones small, the youngest and those of a step large (``promises``). When a
+demotion is carried out, of those that are due, is the pool's affair; all that is decided here takes it for done.
+
+Heads of blocks are copied as long as the block's rows can be copied one by one. A head out of a block of whole spans
+would have to be decoded and, once the copy is full, be encoded a second time together with what follows it: the request
+would read worse K and V than it computes itself, and the next one that comes the same way would read others again. So
+up to a block less is hit there, and what a prompt reads is the same each time.
 
 Times end by the injected clock, when memory or the state of the cache is next asked for.
 """
@@ -137,8 +143,11 @@ class CacheManager:
             shares,
             codecs,
             room_levels=None if budget is None else _room_levels(budget),
+            max_demotions=None if budget is None else budget.max_demotions,
         )
-        self._max_pinned = int(num_blocks * pin_fraction)
+        # Blocks of other codecs come from rows and can be copied row by row.
+        self._num_row_levels = sum([codec not in SPAN_CODEC_BITS for codec in codecs or ("",)])
+        self._max_pinned_units = int(self._pool.capacity * pin_fraction)
         self._pins: set[Pin] = set()
         self._num_pins_of: Counter[Block] = Counter()
         self._aging: Aging | None = None
@@ -148,7 +157,7 @@ class CacheManager:
             self._promises = AgingPromises(self._pool, budget, block_size, self._aging)
         self._max_chunk = 1 if budget is None else budget.max_chunk
         self.max_blocks_alone = self._promises.max_blocks(
-            self._pool.capacity - self._max_pinned * self._pool.sizes[0]
+            self._pool.capacity - self._max_pinned_units
         )
         """Blocks that a lease can come to have when nothing else runs and pins hold all they may."""
         self._deadlines = Deadlines(clock_ns)
@@ -191,9 +200,21 @@ class CacheManager:
         return len(self._num_pins_of)
 
     @property
+    def num_pinned_units(self) -> int:
+        """Units of memory that those take. O(pinned blocks) where blocks can change their codec."""
+        if not self._pool.is_mixed:
+            return self.num_pinned
+        return sum([block.size for block in self._num_pins_of])
+
+    @property
     def max_pinned(self) -> int:
-        """Blocks that pins may hold."""
-        return self._max_pinned
+        """Blocks that pins may hold; with a budget, new ones: of smaller ones they may hold more."""
+        return self._max_pinned_units // self._pool.sizes[0]
+
+    @property
+    def has_due_demotions(self) -> bool:
+        """Whether blocks are to be made smaller that no step had a turn for yet."""
+        return self._pool.num_due > 0
 
     @property
     def num_reserved(self) -> int:
@@ -229,7 +250,8 @@ class CacheManager:
 
         Args:
             chain: The sequence.
-            max_hit_len: Hit at most so many tokens; a limit inside a full block makes it a partial copy.
+            max_hit_len: Hit at most so many tokens; a limit inside a full block makes it a partial copy, if its codec
+                allows copies.
 
         Complexity: O(blocks of the sequence) dictionary lookups, each with one comparison of block_size tokens, and
             one search among the children of the last hit (``tree``).
@@ -253,7 +275,9 @@ class CacheManager:
         source, copy = None, None
         head_len = min(limit - num_hit_tokens, size)
         if node is not None and head_len > 0:
-            best = node.best_child(chain.block_tokens(len(nodes))[: head_len * TOKEN_BYTES])
+            best = node.best_child(
+                chain.block_tokens(len(nodes))[: head_len * TOKEN_BYTES], self._may_copy
+            )
             if best is not None:
                 source, num_copied = best
                 copy = PartialCopy(source.block.block_id, num_copied)
@@ -298,6 +322,7 @@ class CacheManager:
             is_there
             and (tip is None or tip.num_changes == match.num_tip_changes)
             and self._tree.num_replacements == match.num_replacements
+            and (match.source is None or self._may_copy(match.source))
             and match.pending == (next_key in self._pending)
         )
 
@@ -518,20 +543,23 @@ class CacheManager:
 
         Raises:
             NotCached: Not all of the blocks are published; nothing is held.
-            PinBudgetExceeded: Pins would hold more than ``max_pinned`` blocks; nothing is held.
+            PinBudgetExceeded: Pins would hold more than their share of the memory; nothing is held. A block counts
+                with what it takes.
             ConfigError: ttl_s is not positive.
 
-        Complexity: O(blocks of the prefix + log pins).
+        Complexity: O(blocks of the prefix + log pins), and with a budget O(pinned blocks).
         """
         deadline_ns = None if ttl_s is None else self._deadlines.after(ttl_s)
         self._expire_due()
         nodes = self._published(chain, num_tokens)
         blocks = [node.block for node in nodes]
-        num_pinned = self.num_pinned + sum([block not in self._num_pins_of for block in blocks])
-        if num_pinned > self._max_pinned:
+        num_new = sum([block.size for block in blocks if block not in self._num_pins_of])
+        num_pinned = self.num_pinned_units + num_new
+        if num_pinned > self._max_pinned_units:
             raise PinBudgetExceeded(
-                f"[cache] pins may hold {self._max_pinned} of {self.num_blocks} blocks, received a pin that "
-                f"makes it {num_pinned}; unpin something or pin fewer tokens"
+                f"[cache] pins may hold {self._max_pinned_units:,} of {self._pool.capacity:,} "
+                f"{'bytes' if self._pool.is_mixed else 'blocks'}, received a pin that makes it {num_pinned:,}; unpin "
+                "something or pin fewer tokens"
             )
         num_taken = sum([block.size for block in blocks if block.ref_count == 0])
         if num_taken > self._pool.num_available_units:
@@ -593,7 +621,11 @@ class CacheManager:
         """Return what is to happen to the arena's memory, in order, since this was last asked; for the next plan.
 
         Empty where all blocks have one codec. Where they have several, copies are among them.
+
+        Side effects: carries out demotions that are due, as many as one step may; with what is left of those, makes
+            cached blocks smaller that the blocks to come would have no room for.
         """
+        self._make_room_ahead()
         return self._pool.take_memory_ops()
 
     # --- content that must not be offered any more
@@ -673,8 +705,10 @@ class CacheManager:
         """Return sizes and counters, after ending what is due."""
         self._expire_due()
         usage = self._pool.usage() if self._pool.is_mixed else {}
+        num_taken = self._pool.num_used + self._pool.num_due_units
         return CacheStats(
             num_blocks=self.num_blocks,
+            num_ids=len(self._pool.blocks),
             block_size=self.block_size,
             num_free=self.num_free,
             num_evictable=self.num_evictable,
@@ -684,11 +718,14 @@ class CacheManager:
             num_ghosts=len(self._memory.ghosts),
             unit_bytes=int(self._pool.is_mixed),
             block_units=self._pool.sizes[0],
-            free_units=self._pool.capacity - self._pool.num_used,
+            free_units=self._pool.capacity - num_taken,
             evictable_units=self._pool.num_evictable_units,
-            held_units=self._pool.num_used - self._pool.num_evictable_units,
-            blocks_by_codec={codec: count for codec, (count, _) in usage.items()},
-            bytes_by_codec={codec: num_bytes for codec, (_, num_bytes) in usage.items()},
+            held_units=num_taken - self._pool.num_evictable_units,
+            blocks_by_codec={codec: each.num_blocks for codec, each in usage.items()},
+            evictable_by_codec={codec: each.num_evictable for codec, each in usage.items()},
+            bytes_by_codec={codec: each.num_units for codec, each in usage.items()},
+            num_due_demotions=self._pool.num_due,
+            num_urgent_demotions=self._pool.num_urgent_demotions,
             **self._counters.snapshot(),
         )
 
@@ -717,6 +754,10 @@ class CacheManager:
         invariants.check_promises(self._promises, tuple(self._leases))
 
     # --- private
+
+    def _may_copy(self, node: Node) -> bool:
+        """Return whether the first tokens of a block can be copied: of one that is kept in rows."""
+        return node.block.level < self._num_row_levels
 
     def _fit(
         self, match: PrefixMatch, chain: TokenChain, num_footprint: int
@@ -750,7 +791,10 @@ class CacheManager:
             self._promises.renew(lease)
 
     def _reused_tokens(self, lease: PrefixLease, source: Block | None) -> Mapping[str, int]:
-        """Return the hit tokens of a lease that has just been made by the codec that they are read, or copied, in."""
+        """Return the hit tokens of a lease that has just been made by the codec that they are read, or copied, in.
+
+        Those of blocks that are to become smaller count as if they were: few steps read them before.
+        """
         reused: Counter[str] = Counter()
         for block in lease.blocks[: lease.num_shared]:
             reused[self._pool.codec_of(block)] += self.block_size
@@ -867,6 +911,20 @@ class CacheManager:
             block_table.append(block.block_id)
             lease.num_reserved_units -= size
             pool.num_reserved_units -= size
+
+    def _make_room_ahead(self) -> None:
+        """Gain room for the next block of each lease, as far as this step has demotions left.
+
+        Many leases may begin a block in the same step; without this, each of them would have some demoted at once.
+        """
+        pool = self._pool
+        if self._aging is None:
+            return
+        num_ahead = min(len(self._leases) * pool.sizes[0], pool.num_reserved_units)
+        for _ in range(pool.num_demotions_left - pool.num_due):
+            if pool.num_used + num_ahead <= pool.capacity or not self._aging.demote_coldest():
+                return
+            self._counters.num_demotions_for_room += 1
 
     def _make_room(self) -> None:
         """Gain memory: at the cost of some precision where that is allowed, else of a cached block."""

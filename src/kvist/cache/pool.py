@@ -10,6 +10,13 @@ and the size of each block. The only module that changes a reference count or a 
 Where all blocks have one codec, a block is the unit of memory, and sizes are 1. Where a block can change its codec,
 the unit is a byte: a block is allocated in the first and largest size and can be demoted to smaller ones. What happens
 to memory is then noted in order, for whoever owns it to do the same (``take_memory_ops``).
+
+Demotions take time, so a step carries out ``max_demotions`` of them, and the others are *due*: a block has its new size
+in all that is counted here from the moment it is demoted, and its memory stays as large as it was until its turn comes.
+So nothing that is promised depends on when that is. Room for it is found in time because of
+
+4. ``num_used + num_due_units <= capacity``, which is what memory holds. An allocation that finds too little carries out
+   as many of the due demotions as it needs, whatever a step may; by 2 they are enough.
 """
 
 from __future__ import annotations
@@ -42,6 +49,25 @@ class RoomLevels(NamedTuple):
     """Blocks that are not full."""
 
 
+class CodecUsage(NamedTuple):
+    """What the memory of the blocks in one codec is."""
+
+    num_blocks: int
+    """Blocks that are not free."""
+    num_evictable: int
+    """Subset of num_blocks."""
+    num_units: int
+    """Units that num_blocks take."""
+
+
+class _Due(NamedTuple):
+    """A demotion that is counted and not carried out yet."""
+
+    level: int
+    """In which the block's memory still is."""
+    op: MemoryOp
+
+
 class BlockPool:
     """The blocks of one arena. Engine thread only; every operation is O(1), amortised where a strategy is asked.
 
@@ -52,22 +78,29 @@ class BlockPool:
         codecs: Units that a block takes by codec, in the order in which it can change, sizes falling; None: one codec.
         room_levels: Codecs, as indices into ``codecs``, in which cached blocks that nobody uses are kept at least when
             there is no room: the first block of a sequence, other full ones, and heads of blocks.
+        max_demotions: Demotions that a step carries out, >= 1; None: all, at once.
     """
 
     __slots__ = (
         "_codecs",
         "_demotable",
+        "_due",
         "_free",
         "_is_single",
         "_memory_ops",
         "_num_by_level",
+        "_num_demoted_now",
+        "_num_evictable_by_level",
         "_only",
         "_room_levels",
         "blocks",
         "capacity",
+        "max_demotions",
+        "num_due_units",
         "num_evictable",
         "num_evictable_units",
         "num_reserved_units",
+        "num_urgent_demotions",
         "num_used",
         "partitions",
         "sizes",
@@ -81,6 +114,7 @@ class BlockPool:
         codecs: Mapping[str, int] | None = None,
         *,
         room_levels: RoomLevels | None = None,
+        max_demotions: int | None = None,
     ) -> None:
         self._codecs = tuple(codecs or ("",))
         self.sizes = tuple(codecs.values()) if codecs else (1,)
@@ -97,8 +131,19 @@ class BlockPool:
         # Evictable blocks that can be made smaller, least recently used first.
         self._demotable: OrderedDict[Block, None] = OrderedDict()
         self._memory_ops: list[MemoryOp | BlockCopy] | None = [] if codecs else None
-        # Blocks that are not free.
+        # Oldest first.
+        self._due: dict[Block, _Due] = {}
+        # Since ``take_memory_ops``.
+        self._num_demoted_now = 0
+        # Blocks that are not free, and those of them that are evictable, by the codec that their memory is in.
         self._num_by_level = [0] * len(self.sizes)
+        self._num_evictable_by_level = [0] * len(self.sizes)
+        self.max_demotions = max_demotions
+        """Demotions that a step carries out; None: all, at once."""
+        self.num_due_units = 0
+        """Units that due demotions will give back."""
+        self.num_urgent_demotions = 0
+        """Demotions, since the start, that an allocation could not do without and a step had no turn for."""
         self.num_used = 0
         """Units that blocks take."""
         self.num_evictable = 0
@@ -159,6 +204,9 @@ class BlockPool:
         size = self.sizes[0]
         if self.num_used + size > self.capacity:
             return None
+        while self.num_used + self.num_due_units + size > self.capacity:
+            self.num_urgent_demotions += self.num_demotions_left == 0
+            self._carry_out(next(iter(self._due)))
         block = self._free.pop()
         block.ref_count = 1
         block.level = 0
@@ -203,8 +251,10 @@ class BlockPool:
             block.partition.strategy.append(block)
         self.num_evictable += 1
         self.num_evictable_units += block.size
-        if self._memory_ops is not None and self.room_level_of(block.node) > block.level:
-            self._demotable[block] = None
+        if self._memory_ops is not None:
+            self._num_evictable_by_level[self._level_in_memory(block)] += 1
+            if self.room_level_of(block.node) > block.level:
+                self._demotable[block] = None
         if not self._is_single:
             self.partitions.rank(block.partition)
 
@@ -239,11 +289,14 @@ class BlockPool:
         """Make a block with no reference, and out of the queue, free."""
         self._free.append(block)
         self.num_used -= block.size
-        self._num_by_level[block.level] -= 1
+        self._num_by_level[self._level_in_memory(block)] -= 1
         block.partition.num_used -= block.size
         if not self._is_single:
             self.partitions.rank(block.partition)
         if self._memory_ops is not None:
+            due = self._due.pop(block, None)
+            if due is not None:
+                self.num_due_units -= self.sizes[due.level] - block.size
             self._memory_ops.append(MemoryOp("free", block.block_id, ""))
 
     # --- several codecs
@@ -259,16 +312,26 @@ class BlockPool:
         level = first if node.parent.parent is None else other
         return min(level, head) if node.is_partial else level
 
+    @property
+    def num_due(self) -> int:
+        """Demotions that are due."""
+        return len(self._due)
+
+    @property
+    def num_demotions_left(self) -> int:
+        """Demotions that this step may still carry out, of those that are due; 0 where none ever are."""
+        return max(0, (self.max_demotions or 0) - self._num_demoted_now)
+
     def demote(self, block: Block, level: int) -> None:
-        """Give an allocated block, whose tokens will not change, a smaller size."""
+        """Give an allocated block, whose tokens will not change, a smaller size; its memory follows in its turn."""
         assert self._memory_ops is not None
         assert level > block.level
         gain = block.size - self.sizes[level]
-        self._num_by_level[block.level] -= 1
-        self._num_by_level[level] += 1
+        in_memory = self._level_in_memory(block)
         block.size -= gain
         block.level = level
         self.num_used -= gain
+        self.num_due_units += gain
         block.partition.num_used -= gain
         if block.ref_count == 0:
             self.num_evictable_units -= gain
@@ -277,13 +340,19 @@ class BlockPool:
             self.partitions.rank(block.partition)
         node = block.node
         num_tokens = len(node.tokens) // TOKEN_BYTES if node is not None and node.is_partial else 0
-        self._memory_ops.append(
-            MemoryOp("demote", block.block_id, self._codecs[level], num_tokens, block.index)
-        )
+        op = MemoryOp("demote", block.block_id, self._codecs[level], num_tokens, block.index)
+        # One that is due already keeps its place, and the step between is left out.
+        self._due[block] = _Due(in_memory, op)
+        if self.max_demotions is None:
+            self._carry_out(block)
 
     def codec_of(self, block: Block) -> str:
-        """Return the codec of a block that is not free; nothing where all have one."""
+        """Return the codec of a block that is not free, a due demotion taken for done; nothing where all have one."""
         return self._codecs[block.level]
+
+    def codec_in_memory(self, block: Block) -> str:
+        """Return the codec that the memory of such a block is in."""
+        return self._codecs[self._level_in_memory(block)]
 
     def note_copy(self, copy: BlockCopy) -> None:
         """Note a copy in its place among what happens to memory, where that is noted."""
@@ -291,22 +360,55 @@ class BlockPool:
             self._memory_ops.append(copy)
 
     def take_memory_ops(self) -> tuple[MemoryOp | BlockCopy, ...]:
-        """Return what has happened to memory since this was last asked, in order; nothing where there is one codec."""
+        """Return what has happened to memory since this was last asked, in order; nothing where there is one codec.
+
+        Side effects: carries out the oldest demotions that are due, as many as a step may.
+        """
+        while self._due and self.num_demotions_left:
+            self._carry_out(next(iter(self._due)))
+        self._num_demoted_now = 0
         if not self._memory_ops:
             return ()
         memory_ops, self._memory_ops = tuple(self._memory_ops), []
         return memory_ops
 
-    def usage(self) -> dict[str, tuple[int, int]]:
-        """Return, by codec, the blocks that are not free and the units that they take; codecs in falling size."""
+    def usage(self) -> dict[str, CodecUsage]:
+        """Return what the memory of blocks that are not free is, by codec; codecs in falling size."""
         return {
-            codec: (count, count * size)
-            for codec, count, size in zip(self._codecs, self._num_by_level, self.sizes, strict=True)
+            codec: CodecUsage(count, num_evictable, count * size)
+            for codec, count, num_evictable, size in zip(
+                self._codecs,
+                self._num_by_level,
+                self._num_evictable_by_level,
+                self.sizes,
+                strict=True,
+            )
         }
+
+    def _level_in_memory(self, block: Block) -> int:
+        if not self._due:
+            return block.level
+        due = self._due.get(block)
+        return block.level if due is None else due.level
+
+    def _carry_out(self, block: Block) -> None:
+        """Let the memory of a block follow its demotion."""
+        assert self._memory_ops is not None
+        due = self._due.pop(block)
+        self._memory_ops.append(due.op)
+        self._num_demoted_now += 1
+        self.num_due_units -= self.sizes[due.level] - block.size
+        self._num_by_level[due.level] -= 1
+        self._num_by_level[block.level] += 1
+        if block.ref_count == 0:
+            self._num_evictable_by_level[due.level] -= 1
+            self._num_evictable_by_level[block.level] += 1
 
     def _unqueue(self, block: Block) -> None:
         self.num_evictable -= 1
         self.num_evictable_units -= block.size
+        if self._memory_ops is not None:
+            self._num_evictable_by_level[self._level_in_memory(block)] -= 1
         if self._demotable:
             self._demotable.pop(block, None)
         if not self._is_single:

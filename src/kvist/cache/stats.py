@@ -58,10 +58,12 @@ class CacheStats:
     num_blocks: int
     """Blocks in the pool: num_free + num_evictable + num_held. Where blocks can change their codec, new blocks that
     the whole memory could hold; that law then holds for bytes."""
+    num_ids: int
+    """Blocks there can be at most: num_blocks, or as many of the smallest codec as the memory could hold."""
     block_size: int
     """Tokens per block."""
     num_free: int
-    """Blocks that could be allocated without giving up another one."""
+    """Blocks that could be allocated without giving up another one: new ones, as they are written."""
     num_evictable: int
     """Cached blocks that nobody holds."""
     num_held: int
@@ -112,8 +114,16 @@ class CacheStats:
     """Units of the whole memory by the state of what is in them."""
     blocks_by_codec: Mapping[str, int]
     """Blocks that are not free; empty where there is one codec."""
+    evictable_by_codec: Mapping[str, int]
+    """Subset of blocks_by_codec: those that nobody holds."""
     bytes_by_codec: Mapping[str, int]
-    """Bytes that they take; empty where there is one codec."""
+    """Bytes that blocks_by_codec take, those included that due demotions will give back; empty where there is one
+    codec."""
+    num_due_demotions: int
+    """Blocks that are to be made smaller and still take as much memory as before; they are in the figures by codec with
+    the codec that they are in."""
+    num_urgent_demotions: int
+    """Demotions beyond what a step may carry out, because memory of the step could not be had otherwise."""
     num_verification_failures: int
     """Identities that matched while the tokens did not, at lookup or commit. Never used."""
     num_ghosts: int

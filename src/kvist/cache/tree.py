@@ -34,7 +34,7 @@ from kvist.cache.hash import TOKEN_BYTES
 from kvist.types import BlockId
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from kvist.cache.memory import Entry
     from kvist.cache.namespaces import Namespace
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from kvist.types import BlockHash
 
 _NO_BLOCK = BlockId(-1)
+MAX_UNWANTED = 64
+"""Children that a search passes over on either side of a query's place."""
 
 
 class Node:
@@ -122,19 +124,29 @@ class Node:
         """
         return not self.ordered or (len(self.ordered) == 1 and not self.ordered[0].num_hits)
 
-    def best_child(self, tokens: bytes) -> tuple[Node, int] | None:
-        """Return the child with the longest common token prefix, and its length in tokens; None: no common token.
+    def best_child(
+        self, tokens: bytes, is_wanted: Callable[[Node], bool]
+    ) -> tuple[Node, int] | None:
+        """Return the wanted child with the longest common token prefix, and its length in tokens; None: no such child.
 
-        Complexity: O(log children) comparisons (module docstring).
+        Complexity: O(log children + children passed over) comparisons (module docstring). Of those it passes over
+            MAX_UNWANTED on either side at most, and then finds none there.
         """
         place = bisect_left(self.keys, tokens)
         best = None
         best_len = 0
-        for index in (place, place - 1):
-            if 0 <= index < len(self.keys):
+        # The farther from its place, the less a key has in common with the query.
+        for indices in (
+            range(place, min(place + MAX_UNWANTED, len(self.keys))),
+            range(place - 1, max(place - 1 - MAX_UNWANTED, -1), -1),
+        ):
+            for index in indices:
                 length = common_tokens(self.keys[index], tokens)
-                if length > best_len:
+                if length <= best_len:
+                    break
+                if is_wanted(self.ordered[index]):
                     best, best_len = self.ordered[index], length
+                    break
         return None if best is None else (best, best_len)
 
 

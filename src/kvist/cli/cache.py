@@ -33,7 +33,7 @@ ADVICE = {
     "expired": "it was kept for a time that is over; keep it for longer",
     "namespace_differs": "this API key has a cache of its own, and the prompt is new to it",
     "model_changed": "another model or adapter computed it",
-    "below_block_size": "less than a block matched, and there was no memory to copy it (--memory-gib)",
+    "below_block_size": "less than a block matched, not copied: no memory (--memory-gib), or a block in int4 or int3",
     "verification_failed": "a block did not hold what it should; if this goes on, report it",
     "not_yet_computed": "another request was computing it at that moment",
     "cache_off": "the server runs with --prefix-cache off",

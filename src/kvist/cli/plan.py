@@ -22,11 +22,11 @@ from kvist.plan import (
     Hardware,
     MemoryEstimate,
     detect_hardware,
+    formats,
     memory_estimate,
     precision_of,
     read_spec,
     usable_bytes,
-    weight_format,
 )
 from kvist.precision import KVPrecision
 from kvist.spec import GIB, ModelSpec
@@ -64,8 +64,7 @@ def plan(
     """
     spec = find_spec(config.model.model)
     hardware = detect_hardware()
-    weights = weight_format(config.model, spec, config.cache.kv_cache_dtype, hardware)
-    precision = precision_of(config.cache)
+    weights, precision = formats(config, spec, hardware)
     estimate = memory_estimate(
         spec,
         codec=config.cache.kv_cache_dtype if precision is None else precision,

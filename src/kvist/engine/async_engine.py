@@ -38,7 +38,6 @@ from kvist.errors import (
     RequestError,
     UnsupportedParameter,
 )
-from kvist.plan import num_pinnable
 from kvist.sched import policy
 from kvist.sched.policy import check_priority
 from kvist.types import Keep
@@ -430,11 +429,10 @@ class AsyncEngine:
                 param="cache_control",
             )
         num_blocks = num_prompt_tokens // plan.block_size
-        max_pinned = num_pinnable(plan.num_blocks, plan.pin_fraction)
-        if num_blocks > max_pinned:
+        if num_blocks > plan.max_pinned_blocks:
             raise PinBudgetExceeded(
-                f"[engine] the prompt fills {num_blocks} blocks and pins may hold {max_pinned}; pin less, or raise "
-                "--pin-fraction or --memory-gib",
+                f"[engine] the prompt fills {num_blocks} blocks and pins may hold {plan.max_pinned_blocks}; pin less, "
+                "or raise --pin-fraction or --memory-gib",
                 param="cache_control",
             )
 

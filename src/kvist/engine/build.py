@@ -177,7 +177,7 @@ def assemble(
     return EngineCore(
         namespace=Namespace(
             model=fingerprint,
-            layout=f"{plan.plane}/{plan.weights}/{plan.dtype}/{plan.precision or plan.codec}",
+            layout=f"{plan.plane}/{plan.weights}/{plan.dtype}/{plan.kv_format}",
         ),
         manager=manager,
         scheduler=scheduler,
@@ -212,6 +212,7 @@ def _budget(plan: EnginePlan, arena: BlockArena | SlabArena) -> KVBudget | None:
         precision=precision,
         demote_before_evict=plan.demote_before_evict,
         max_chunk=plan.max_batch_tokens,
+        max_demotions=plan.max_demotions or None,
     )
 
 

@@ -32,7 +32,7 @@ from kvist.sched.request import Request, RequestStatus
 from kvist.types import CacheReset, FinishDetails, FinishReason, OutputChunk, RequestId, TokenId
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from kvist.cache.manager import CacheManager
     from kvist.cache.namespaces import Namespace
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from kvist.model.tokenizer import Tokenizer
     from kvist.sched.output import StepPlan
     from kvist.sched.scheduler import RequestUpdate, Scheduler, SchedulerStats
-    from kvist.types import Keep, SamplingParams, Usage
+    from kvist.types import BlockCopy, Keep, MemoryOp, SamplingParams, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,9 @@ class Runner(Protocol):
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute every sequence of the plan and sample where it says so."""
+
+    def change_memory(self, ops: Sequence[MemoryOp | BlockCopy]) -> None:
+        """Carry out what happens to the memory of blocks between two steps, in order; only where they have codecs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +196,9 @@ class EngineCore:
     @property
     def has_background_work(self) -> bool:
         """Whether there is something to do while nobody waits for anything."""
-        return self._guards is not None and self._guards.has_work
+        return self._manager.has_due_demotions or (
+            self._guards is not None and self._guards.has_work
+        )
 
     @property
     def has_unchecked_steps(self) -> bool:
@@ -278,7 +283,7 @@ class EngineCore:
             updates = self._scheduler.apply(plan, self._without_gaps(plan, result))
             outputs = [*ended, *failures, *map(self._chunk, updates)]
             stamps_ns = (begin_ns, planned_ns, ran_ns, self._clock())
-            self._metrics.step(stamps_ns, result.sample_ns)
+            self._metrics.step(stamps_ns, result.sample_ns, result.memory_ns)
             if self._guards is not None:
                 self._guards.run_under_load()
             return outputs
@@ -286,10 +291,16 @@ class EngineCore:
             self._busy_ns += self._clock() - started_ns
 
     def background_step(self) -> None:
-        """Compute one chunk of what can wait; to be called while ``has_work`` is False."""
-        assert self._guards is not None
+        """Do one step's worth of what can wait; to be called while ``has_work`` is False."""
         self._num_steps += 1  # the laws are to be checked again
-        self._guards.run_once()
+        if self._manager.has_due_demotions:
+            try:
+                self._runner.change_memory(self._manager.take_memory_ops())
+            except MemoryError:
+                # The arena keeps what is left, and begins with it in the next step.
+                logger.warning("[engine] no memory is left to make cached blocks smaller with; it is done later")
+        elif self._guards is not None:
+            self._guards.run_once()
 
     def reset_cache(
         self, tenant: str | None, prompt_token_ids: tuple[TokenId, ...] | None

@@ -46,7 +46,7 @@ class MemoryStats:
     """The pool in bytes, at one moment."""
 
     codec: str
-    """In which blocks are written."""
+    """In which blocks are kept, or the rule by which theirs changes."""
     block_bytes: int
     """One block as it is written, all layers."""
     bytes_by_state: Mapping[str, int]
@@ -84,7 +84,7 @@ def memory_stats(plan: EnginePlan, cache: CacheStats, requests: RequestStats) ->
     num_layers_in_all = max(1, len(plan.layer_windows))
     windows = Counter(plan.layer_windows)
     return MemoryStats(
-        codec=plan.codec,
+        codec=plan.kv_format,
         block_bytes=block_bytes,
         bytes_by_state=states,
         bytes_by_codec=cache.bytes_by_codec or {plan.codec: used_bytes},

@@ -103,8 +103,10 @@ class RequestStats:
     """From the scheduler taking a sequence to its first admission."""
     schedule_s: HistogramStats
     """Of each step: making the plan."""
+    memory_s: HistogramStats
+    """Of each step: copies of blocks, and changes of their codec."""
     forward_s: HistogramStats
-    """Of each step: copies, inputs and the forward pass, logits included."""
+    """Of each step: inputs and the forward pass, logits included."""
     sample_s: HistogramStats
     """Of each step: choosing tokens by their logits."""
     apply_s: HistogramStats
@@ -134,17 +136,19 @@ class RequestMetrics:
         self._inter_token = Histogram(SECONDS)
         self._per_output_token = Histogram(SECONDS)
         self._queue = Histogram(SECONDS)
-        self._phases = [Histogram(SECONDS) for _ in range(4)]
+        self._phases = [Histogram(SECONDS) for _ in range(5)]
 
-    def step(self, stamps_ns: Sequence[int], sample_ns: int) -> None:
+    def step(self, stamps_ns: Sequence[int], sample_ns: int, memory_ns: int = 0) -> None:
         """Note one step.
 
         Args:
             stamps_ns: Times of its begin, and of the ends of plan, run and apply.
             sample_ns: The part of run that was spent on choosing tokens.
+            memory_ns: The part of run that was spent on copies and changes of blocks.
         """
         begin, planned, ran, applied = stamps_ns
-        durations = (planned - begin, ran - planned - sample_ns, sample_ns, applied - ran)
+        forward = ran - planned - sample_ns - memory_ns
+        durations = (planned - begin, memory_ns, forward, sample_ns, applied - ran)
         for phase, duration_ns in zip(self._phases, durations, strict=True):
             phase.observe(duration_ns / 1e9)
 
@@ -188,7 +192,7 @@ class RequestMetrics:
 
     def stats(self) -> RequestStats:
         """Return what was counted; cheap enough to be called after every step."""
-        schedule, forward, sample, apply = [phase.stats() for phase in self._phases]
+        schedule, memory, forward, sample, apply = [phase.stats() for phase in self._phases]
         return RequestStats(
             num_prompt_tokens=self._num_prompt_tokens,
             num_reused_tokens=self._num_reused_tokens,
@@ -205,6 +209,7 @@ class RequestMetrics:
             time_per_output_token_s=self._per_output_token.stats(),
             queue_s=self._queue.stats(),
             schedule_s=schedule,
+            memory_s=memory,
             forward_s=forward,
             sample_s=sample,
             apply_s=apply,

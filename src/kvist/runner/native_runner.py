@@ -17,11 +17,13 @@ from kvist.sched.output import StepResult
 from kvist.storage.slabs import SlabArena
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvist.model.native_decoder import StepScores
     from kvist.runner.sampler import DrawTokens
     from kvist.sched.output import SampledToken, StepPlan
     from kvist.storage.arena import BlockArena
-    from kvist.types import RequestId
+    from kvist.types import BlockCopy, MemoryOp, RequestId
 
 
 class Decoder(Protocol):
@@ -60,16 +62,12 @@ class NativeRunner:
 
         Mutates: The arena: memory of blocks, targets of copies and slots of the scheduled tokens.
         """
-        if isinstance(self._arena, SlabArena):
-            self._arena.apply(plan.memory_ops)  # after what an earlier step had no memory for
-        elif plan.memory_ops:
-            raise InvariantViolation(
-                f"[runner] expected no memory operations where blocks have one codec, received "
-                f"{len(plan.memory_ops)} in step {plan.step_index}"
-            )
+        begin_ns = time.perf_counter_ns()
+        self.change_memory(plan.memory_ops)
         # In plan order: a later copy may overwrite the source of an earlier one.
         for copy in plan.copies:
             self._arena.copy(copy.source, copy.target, copy.num_tokens)
+        memory_ns = time.perf_counter_ns() - begin_ns
         sequences = plan.sequences
         sampled = [sequence for sequence in sequences if sequence.sample is not None]
         scores = self._decoder.step(
@@ -111,4 +109,21 @@ class NativeRunner:
             failed=failed,
             damaged=frozenset(damaged),
             sample_ns=sample_ns,
+            memory_ns=memory_ns,
         )
+
+    def change_memory(self, ops: Sequence[MemoryOp | BlockCopy]) -> None:
+        """Carry out what happens to the memory of blocks between two steps, in order.
+
+        Raises:
+            InvariantViolation: There is something, and the arena's blocks have one codec.
+
+        Mutates: The arena.
+        """
+        if isinstance(self._arena, SlabArena):
+            self._arena.apply(ops)  # after what an earlier call had no memory for
+        elif ops:
+            raise InvariantViolation(
+                "[runner] expected no memory operations where blocks have one codec, received "
+                f"{len(ops)}, the first of them {ops[0]}"
+            )

@@ -21,9 +21,11 @@ from kvist.runner.sampler import SampleFailure, sample
 from kvist.sched.output import StepResult
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvist.sched.output import SampledToken, StepPlan
     from kvist.storage.arena import BlockArena
-    from kvist.types import RequestId
+    from kvist.types import BlockCopy, MemoryOp, RequestId
 
 
 class Decoder(Protocol):
@@ -61,11 +63,7 @@ class ModelRunner:
 
         Mutates: The arena: targets of copies and slots of the scheduled tokens.
         """
-        if plan.memory_ops:
-            raise InvariantViolation(
-                f"[runner] expected no memory operations where blocks have one codec, received "
-                f"{len(plan.memory_ops)} in step {plan.step_index}"
-            )
+        self.change_memory(plan.memory_ops)
         with torch.inference_mode(), torch_memory_errors():
             # In plan order: a later copy may overwrite the source of an earlier one.
             for copy in plan.copies:
@@ -84,6 +82,18 @@ class ModelRunner:
             hidden = self._decoder.forward(token_ids, batch, self._arena)
             damaged = damage_messages(plan.sequences, self._arena.damaged_rows(batch.slots))
             return self._sample(plan, batch, hidden, damaged)
+
+    def change_memory(self, ops: Sequence[MemoryOp | BlockCopy]) -> None:
+        """Refuse what happens to the memory of blocks: only those of the native plane can have several codecs.
+
+        Raises:
+            InvariantViolation: There is something.
+        """
+        if ops:
+            raise InvariantViolation(
+                "[runner] expected no memory operations where blocks have one codec, received "
+                f"{len(ops)}, the first of them {ops[0]}"
+            )
 
     def _sample(
         self,

@@ -107,3 +107,5 @@ class StepResult:
     """Those of ``failed`` whose logits, or whose K or V of this step, are no finite numbers."""
     sample_ns: int = 0
     """Time spent on choosing tokens by their logits, a part of the step's."""
+    memory_ns: int = 0
+    """Time spent on copies of blocks and on changes of their codec, another part of it; 0 where nobody measures it."""

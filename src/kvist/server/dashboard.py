@@ -272,7 +272,8 @@ class Dashboard:
         return text
 
     def _values(self, stats: EngineStats, now_ns: int) -> Json:
-        plan, cache = self._engine.plan, stats.cache
+        plan, cache, memory = self._engine.plan, stats.cache, stats.memory
+        num_bytes = sum(memory.bytes_by_state.values())
         return {
             "model": self._model,
             "version": kvist.__version__,
@@ -280,14 +281,22 @@ class Dashboard:
             "now_s": round(now_ns / _NS_PER_S, 2),
             "span_s": SPAN_S,
             "is_private": self._is_private,
-            "codec": plan.codec,
+            "codec": plan.kv_format,
             # All blocks are in one arena in the memory of the host.
             "tiers": [
                 {
                     "name": "host memory",
-                    "codec": plan.codec,
-                    "num_blocks": cache.num_blocks,
-                    "block_bytes": plan.kv_bytes // cache.num_blocks,
+                    "codec": plan.kv_format,
+                    "num_blocks": cache.num_ids,
+                    "block_bytes": memory.block_bytes,
+                    "num_bytes": num_bytes,
+                    "used_bytes": num_bytes - memory.bytes_by_state["free"],
+                    # Blocks and bytes of those that hold something.
+                    "codecs": {
+                        codec: [memory.blocks_by_codec[codec], num_codec_bytes]
+                        for codec, num_codec_bytes in memory.bytes_by_codec.items()
+                    },
+                    "compression": round(memory.compression, 2),
                 }
             ],
             "block_states": [state.name.lower() for state in BlockState],

@@ -106,11 +106,11 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield every metric."""
         stats = self._engine.stats()
-        codec = self._engine.plan.codec
-        labels = {"model": self._model, "codec": codec, "version": kvist.__version__}
+        plan = self._engine.plan
+        labels = {"model": self._model, "codec": plan.kv_format, "version": kvist.__version__}
         yield InfoMetricFamily("kvist", "What is served.", labels)
-        yield from _reuse(stats.requests, stats.cache, codec)
-        yield from _blocks(stats.cache, codec)
+        yield from _reuse(stats.requests, stats.cache, plan.codec)
+        yield from _blocks(stats.cache, plan.codec)
         yield _gauge("kvist_block_bytes", "Bytes of a block, all layers.", stats.memory.block_bytes)
         by_codec = GaugeMetricFamily(
             "kvist_kv_bytes", "Bytes of blocks that hold something, by codec.", labels=("codec",)
@@ -161,7 +161,8 @@ def _reuse(requests: RequestStats, cache: CacheStats, codec: str) -> Iterator[Me
         "kvist_reused_tokens",
         "Prompt tokens of the sequences that ended whose K and V came from the cache, by the codec they were in.",
         "codec",
-        requests.reused_by_codec or {codec: requests.num_reused_tokens},
+        requests.reused_by_codec
+        or ({} if cache.blocks_by_codec else {codec: requests.num_reused_tokens}),
     )
     yield _by(
         "kvist_missed_tokens",
@@ -201,17 +202,32 @@ def _rerendered(rerenders: Rerenders) -> Iterator[Metric]:
 
 def _blocks(cache: CacheStats, codec: str) -> Iterator[Metric]:
     blocks = GaugeMetricFamily(
-        "kvist_blocks", "Blocks of the pool, by state.", labels=("state", "codec", "tier")
+        "kvist_blocks",
+        "Blocks by state and codec. free: new ones that free memory has room for, in the codec they are written in.",
+        labels=("state", "codec", "tier"),
     )
-    states = {"free": cache.num_free, "evictable": cache.num_evictable, "held": cache.num_held}
-    for state, count in states.items():
-        blocks.add_metric((state, codec, TIER), count)
+    in_use = cache.blocks_by_codec or {codec: cache.num_evictable + cache.num_held}
+    evictable = cache.evictable_by_codec or {codec: cache.num_evictable}
+    blocks.add_metric(("free", codec, TIER), cache.num_free)
+    for name, count in in_use.items():
+        blocks.add_metric(("evictable", name, TIER), evictable[name])
+        blocks.add_metric(("held", name, TIER), count - evictable[name])
     yield blocks
     yield _by(
         "kvist_demoted_blocks",
         "Times a block was encoded in a smaller codec, by cause.",
         "cause",
         {"age": cache.num_demotions_by_age, "room": cache.num_demotions_for_room},
+    )
+    yield _gauge(
+        "kvist_due_demotions",
+        "Blocks that are to be encoded in a smaller codec when a step has a turn for them.",
+        cache.num_due_demotions,
+    )
+    yield _counter(
+        "kvist_urgent_demotions",
+        "Those beyond what a step may encode, because memory of the step could not be had otherwise.",
+        cache.num_urgent_demotions,
     )
     yield _gauge("kvist_block_size_tokens", "Tokens in a block.", cache.block_size)
     yield _gauge("kvist_pinned_blocks", "Held blocks that pins hold.", cache.num_pinned)
@@ -344,6 +360,7 @@ def _latencies(requests: RequestStats) -> Iterator[Metric]:
         "phase",
         {
             "schedule": requests.schedule_s,
+            "memory": requests.memory_s,
             "forward": requests.forward_s,
             "sample": requests.sample_s,
             "apply": requests.apply_s,

@@ -71,12 +71,12 @@ class ServedPlan(Protocol):
 
     @property
     def codec(self) -> str:
-        """How blocks are kept."""
+        """In which blocks are written."""
         ...
 
     @property
-    def kv_bytes(self) -> int:
-        """Bytes of all blocks together."""
+    def kv_format(self) -> str:
+        """In which they are kept: a codec, or the rule by which theirs changes."""
         ...
 
 

@@ -147,4 +147,6 @@ def _from_document(path: Path, document: dict[str, Any]) -> KVProfile:  # Any: J
 
 
 def _unusable(path: Path, why: str) -> ConfigError:
-    return ConfigError(f"[profile] {path} {why}; make it anew with kvist tune --profile")
+    return ConfigError(
+        f"[profile] {path} {why}; make it anew with kvist tune --profile, or leave out --kv-profile"
+    )

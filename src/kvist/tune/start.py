@@ -95,7 +95,12 @@ def transforms_at_start(
         return uncalibrated(spec.num_layers, spec.num_kv_heads, spec.head_dim)
     fingerprint = content_fingerprint(path, spec)
     if source != AUTO:
-        return load_transforms(Path(source), fingerprint)
+        try:
+            return load_transforms(Path(source), fingerprint)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error} and give it as --kv-transforms, or leave that out"
+            ) from error
     file = transforms_file(fingerprint)
     if file.exists():
         try:

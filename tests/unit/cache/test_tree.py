@@ -51,12 +51,28 @@ def test_best_child_has_the_longest_common_prefix(
     for index, run in enumerate(runs):
         tree.open(root, Block(BlockId(index)), pack(*run))
     longest = max((naive_common(run, query) for run in runs), default=0)
-    best = root.best_child(pack(*query))
+    best = root.best_child(pack(*query), lambda _: True)
     if longest == 0:
         assert best is None
     else:
         assert best is not None
         assert best[1] == longest == naive_common(runs[best[0].block.block_id], query)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(RUNS, max_size=12), RUNS, st.sets(st.integers(0, 11)))
+def test_best_child_is_a_wanted_one(
+    runs: list[tuple[int, ...]], query: tuple[int, ...], unwanted: set[int]
+) -> None:
+    tree = PrefixTree(BlockColumns(4096))
+    root = tree.root(NAMESPACE)
+    for index, run in enumerate(runs):
+        tree.open(root, Block(BlockId(index)), pack(*run))
+    wanted = [run for index, run in enumerate(runs) if index not in unwanted]
+    best = root.best_child(pack(*query), lambda node: node.block.block_id not in unwanted)
+    longest = max((naive_common(run, query) for run in wanted), default=0)
+    assert (0 if best is None else best[1]) == longest
+    assert best is None or best[0].block.block_id not in unwanted
 
 
 def test_best_child_compares_few_of_many_children(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +89,7 @@ def test_best_child_compares_few_of_many_children(monkeypatch: pytest.MonkeyPatc
         return common_tokens(left, right)
 
     monkeypatch.setattr("kvist.cache.tree.common_tokens", counted)
-    best = root.best_child(pack(7, 7, 7, 500))
+    best = root.best_child(pack(7, 7, 7, 500), lambda _: True)
     assert best is not None
     assert best[1] >= 3
     assert len(calls) == 2

@@ -93,6 +93,18 @@ def test_weights_and_a_precision_exclude_each_other():
     assert "--weights int4" in result.output
 
 
+@pytest.mark.parametrize(
+    "rule", [("--kv-cache-dtype", "int4"), ("--kv-precision", "recent:9=raw16,rest=int8")]
+)
+def test_what_would_not_start_is_not_planned_either(rule):
+    """A plan was made of what ``kvist serve`` refuses."""
+    arguments = ["plan", "--model", "llama-2-7b", "--dtype", "float32", *rule]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    said = " ".join(result.output.split())
+    assert f"received {' '.join(rule)} where weights are on torch: --dtype float32" in said
+
+
 def test_int8_kv_is_counted_with_its_scales():
     plan = plan_json("--model", "llama-2-7b", "--kv-cache-dtype", "int8")
     assert plan["kv_bytes_per_token"] == 32 * 2 * 32 * (128 + 4)

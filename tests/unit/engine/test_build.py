@@ -12,7 +12,7 @@ from kvist.cache.eviction import Lru
 from kvist.config import EngineConfig
 from kvist.engine.build import assemble, build_engine, model_fingerprint
 from kvist.errors import ConfigError, ModelLoadError
-from kvist.plan import Hardware, num_pinnable, resolve
+from kvist.plan import Hardware, resolve
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_what_the_plan_says_of_the_cache_reaches_it(decoder):
     partition = manager._pool.partitions.of("a")
     assert isinstance(partition.strategy, Lru)
     assert partition.num_share == 0.25 * plan.num_blocks
-    assert manager.max_pinned == num_pinnable(plan.num_blocks, 0.5) == plan.num_blocks // 2
+    assert manager.max_pinned == plan.num_blocks // 2
 
 
 def test_each_engine_has_its_own_hash_key(decoder):

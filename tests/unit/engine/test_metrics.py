@@ -88,11 +88,12 @@ def test_the_parts_of_a_step_are_told_apart():
     stats = core.stats()
     parts = (
         stats.requests.schedule_s,
+        stats.requests.memory_s,
         stats.requests.forward_s,
         stats.requests.sample_s,
         stats.requests.apply_s,
     )
-    assert [sum(part.counts) for part in parts] == [stats.num_steps] * 4
+    assert [sum(part.counts) for part in parts] == [stats.num_steps] * 5
     assert stats.requests.sample_s.total == 0.0  # the fake runner measures nothing
     assert sum(part.total for part in parts) <= stats.busy_ns / 1e9
 

@@ -177,7 +177,7 @@ def test_nan_left_in_reused_blocks_reaches_no_other_sequence() -> None:
 
 def test_memory_operations_are_refused() -> None:
     runner, decoder, _ = make_runner()
-    with pytest.raises(InvariantViolation, match=r"no memory operations .* received 1 in step 7"):
+    with pytest.raises(InvariantViolation, match=r"no memory operations .* received 1, the first"):
         runner.run(
             StepPlan(
                 step_index=7,

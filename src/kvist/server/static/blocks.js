@@ -199,6 +199,32 @@ export class MemoryPanel {
   }
 
   tier(tier, states, blocks) {
+    const isMixed = Object.keys(tier.codecs).length > 1;
+    const head = element("h3", {}, `${tier.name}, ${tier.codec}`, element("span", {}, `${bytes(tier.used_bytes)} of ${bytes(tier.num_bytes)} used${isMixed ? `, ${tier.compression} times what 16 bits would hold` : ""}`));
+    return element("div", { class: "tier" }, head, ...(isMixed ? [...this.byCodec(tier), this.numbers(tier, states, blocks)] : this.byState(tier, states, blocks)));
+  }
+
+  /** Where blocks have several codecs, their number says little of the memory that they take. */
+  byCodec(tier) {
+    const bar = element("div", { class: "stack", "aria-hidden": "true" });
+    const rows = Object.entries(tier.codecs).map(([codec, [number, size]], index) => {
+      const part = element("i", { class: `kind${index % 4}` });
+      part.style.width = `${(size / tier.num_bytes) * 100}%`;
+      bar.append(part);
+      const cell = document.createDocumentFragment();
+      cell.append(element("span", { class: `swatch kind${index % 4}` }), element("span", {}, codec));
+      return [cell, count(number), bytes(size), percent(size / tier.num_bytes)];
+    });
+    const columns = [{ name: "codec" }, ...["number", "memory", "share"].map((name) => ({ name, isNumber: true }))];
+    return [bar, table(`Codecs in ${tier.name}`, columns, rows)];
+  }
+
+  numbers(tier, states, blocks) {
+    const rows = [...WORDS].filter(([name]) => name !== "free").map(([name, text]) => [text, count(blocks[states.indexOf(name)])]);
+    return table(`Blocks in ${tier.name}`, [{ name: "state" }, { name: "number", isNumber: true }], rows);
+  }
+
+  byState(tier, states, blocks) {
     const bar = element("div", { class: "stack", "aria-hidden": "true" });
     const rows = [];
     for (const [name, text] of WORDS) {
@@ -214,9 +240,6 @@ export class MemoryPanel {
       rows.push([cell, count(number), bytes(number * tier.block_bytes), percent(number / tier.num_blocks)]);
     }
     const columns = [{ name: "state" }, ...["number", "memory", "share"].map((name) => ({ name, isNumber: true }))];
-    const used = tier.num_blocks - blocks[states.indexOf("free")];
-    return element("div", { class: "tier" },
-      element("h3", {}, `${tier.name}, ${tier.codec}`, element("span", {}, `${bytes(used * tier.block_bytes)} of ${bytes(tier.num_blocks * tier.block_bytes)} used`)),
-      bar, table(`Blocks in ${tier.name}`, columns, rows));
+    return [bar, table(`Blocks in ${tier.name}`, columns, rows)];
   }
 }

@@ -18,7 +18,7 @@ export const REASONS = new Map([
   ["expired", ["expired", "It was cached, and the time it was to be kept for was over."]],
   ["namespace_differs", ["other namespace", "The first prompt of this key, or of another layout."]],
   ["model_changed", ["model changed", "The same prompt is cached for other weights."]],
-  ["below_block_size", ["below block size", "Less than a block matched, and no block was free for a copy."]],
+  ["below_block_size", ["below block size", "Less than a block matched, and no block was free for a copy, or its codec allows none."]],
   ["verification_failed", ["verification failed", "A block did not hold what it should, and was not used."]],
   ["not_yet_computed", ["not yet computed", "A request that was running had the same tokens and had not computed them yet."]],
   ["cache_off", ["cache off", "The server runs without its prefix cache."]],

@@ -94,15 +94,14 @@ function drawTiles(doc) {
   const lastMinute = spans.filter((span) => now - span.at <= 60).reduce((total, span) => total + span.calls, 0);
   const { cold, warm } = medians(spans);
   const tiers = doc.value("tiers");
-  const blocks = doc.value("blocks");
-  const total = tiers.reduce((all, tier) => all + tier.num_blocks, 0);
-  const used = blocks ? total - blocks[doc.value("block_states").indexOf("free")] : null;
+  const total = tiers.reduce((all, tier) => all + tier.num_bytes, 0);
+  const used = tiers.reduce((all, tier) => all + tier.used_bytes, 0);
   tile("Hit share", reused + computed ? percent(reused / (reused + computed)).split(" ") : ["-"], "of 15 minutes, all keys");
   tile("Reused", [short(reused), "tokens"], `${short(computed)} computed`);
   tile("Requests", [count(lastMinute), "/ min"], `${count(sum((span) => span.calls))} in 15 min`);
   tile("First token, warm", warm === null ? ["-"] : seconds(warm).split(" "), `cold ${cold === null ? "-" : seconds(cold)}`);
   tile("Running", [count(doc.value("num_running"))], `${count(doc.value("num_waiting"))} waiting, ${count(doc.value("num_refused"))} refused`);
-  tile("Cache filled", used === null ? ["-"] : percent(used / total).split(" "), used === null ? "not looked at yet" : `${bytes(used * tiers[0].block_bytes)} of ${bytes(total * tiers[0].block_bytes)}`);
+  tile("Cache filled", percent(used / total).split(" "), `${bytes(used)} of ${bytes(total)}`);
 }
 
 function tile(name, [value, unit = ""], more) {
