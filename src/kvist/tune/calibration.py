@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 TOKENS = 4096
 """Tokens that are read by default: with twice as many, or half, the divergence changes in the second digit only."""
 MIN_TOKENS = 512
+QUERIES = 128
+"""Positions whose attention is computed at once: their scores stay in the processor's cache, and of the keys after them
+there are few."""
 WINDOW = 1024
 """Tokens that are computed as one text. Keys and queries depend on their positions; what is learnt from them does not,
 as the mean of keys and the balance of channels vary little with them, and the metric of keys is relative to a span."""
@@ -119,13 +122,15 @@ class _Statistics:
         q = q.permute(1, 0, 2, 3).flatten(1, 2)
         k, v = keys.float().transpose(0, 1), values.float().transpose(0, 1)
         # The first position's key is not coded, and would be all that the sums are about.
-        spans = [k[:, max(1, at) : at + SPAN] for at in range(0, num_tokens, SPAN)]
+        spans = k.reshape(num_kv_heads, -1, SPAN, head_dim)
+        centred = spans - spans.mean(2, keepdim=True)
+        centred[:, 0, 1:] = spans[:, 0, 1:] - spans[:, 0, 1:].mean(1, keepdim=True)
+        centred[:, 0, 0] = 0.0
         self._queries[layer_index] += _square(q)
         self._value_square[layer_index] += _square(v)
         self._key_metric[layer_index] += self._seen_from_spans(layer_index, queries, k)
-        for span in spans:
-            self._key_sum[layer_index] += span.double().sum(1).numpy()
-            self._key_spread[layer_index] += _square(span - span.mean(1, keepdim=True))
+        self._key_sum[layer_index] += k[:, 1:].double().sum(1).numpy()
+        self._key_spread[layer_index] += _square(centred.flatten(1, 2))
         if layer_index == 0:
             self._num_queries += num_tokens * self._group
             self._num_keys += num_tokens - 1
@@ -145,27 +150,47 @@ class _Statistics:
             queries: (T, H, D).
             keys: (K, T, D) float32.
         """
-        spec, layer = self._spec, self._spec.layers[layer_index]
         num_kv_heads, num_tokens, head_dim = keys.shape
         rows = queries.float().view(num_tokens, num_kv_heads, self._group, head_dim)
         rows = rows.permute(1, 2, 0, 3)
-        at = torch.arange(num_tokens)
-        distance = at[:, None] - at
-        is_seen = (distance >= 0) & (distance < (layer.window or num_tokens))
+        weights = torch.stack(
+            [self._given_to_spans(layer_index, *head) for head in zip(rows, keys, strict=True)]
+        )
         result = np.zeros((num_kv_heads, head_dim, head_dim))
-        for head in range(num_kv_heads):
-            scores = rows[head] @ keys[head].T * spec.attention_scale
+        for start in range(SPAN, num_tokens - SPAN, SPAN):
+            seen = rows[:, :, start + SPAN :].flatten(1, 2)
+            share = weights[:, :, start + SPAN :, start // SPAN].flatten(1, 2)
+            product = torch.bmm((seen * share[..., None]).transpose(1, 2), seen)
+            result += turned_metric(
+                product.double().numpy(), -start * self._frequencies[layer_index]
+            )
+        return result
+
+    def _given_to_spans(
+        self, layer_index: int, queries: torch.Tensor, keys: torch.Tensor
+    ) -> torch.Tensor:
+        """Return (G, T, T / SPAN) sums of squares of the attention that queries give to the positions of each span.
+
+        Args:
+            layer_index: The layer.
+            queries: (G, T, D) float32 of the heads of one KV head's group.
+            keys: (T, D) float32.
+        """
+        spec, num_tokens = self._spec, keys.shape[0]
+        window = spec.layers[layer_index].window or num_tokens
+        at = torch.arange(num_tokens)
+        # A product adds up the positions of a span faster than a sum over the last dimension.
+        is_of_span = torch.repeat_interleave(torch.eye(num_tokens // SPAN), SPAN, dim=0)
+        result = torch.empty(*queries.shape[:2], num_tokens // SPAN)
+        for first in range(0, num_tokens, QUERIES):
+            some = slice(first, min(first + QUERIES, num_tokens))
+            scores = queries[:, some] @ keys[: some.stop].T
+            scores *= spec.attention_scale
             if spec.attention_softcap is not None:
                 scores = torch.tanh(scores / spec.attention_softcap) * spec.attention_softcap
-            weights = scores.masked_fill_(~is_seen, -torch.inf).softmax(-1).square_()
-            weights = weights.view(self._group, num_tokens, -1, SPAN).sum(-1)
-            for start in range(SPAN, num_tokens - SPAN, SPAN):
-                seen = rows[head, :, start + SPAN :].flatten(0, 1)
-                share = weights[:, start + SPAN :, start // SPAN].flatten()
-                product = (seen * share[:, None]).T @ seen
-                result[head] += turned_metric(
-                    product.double().numpy(), -start * self._frequencies[layer_index]
-                )
+            distance = at[some, None] - at[: some.stop]
+            scores.masked_fill_((distance < 0) | (distance >= window), -torch.inf)
+            result[:, some] = scores.softmax(-1).square_() @ is_of_span[: some.stop]
         return result
 
     def transforms(self, value_importance: np.ndarray, fingerprint: str, text: str) -> KVTransforms:
