@@ -213,7 +213,7 @@ class BoundModel {
     return object.is_none() ? nullptr : vector(object, size, name);
   }
 
-  // Of a layer: None, or queries, keys, values (K, D, r) and outputs (H, r, D).
+  // Of a layer: None, or queries, keys, values (K, D, r) and outputs (K, r, D).
   HeadReduction reduction(const nb::object& object) {
     if (object.is_none()) {
       check(shape_.kv_head_dim == shape_.head_dim, "every layer needs a reduction where kv_head_dim is not head_dim");
@@ -227,9 +227,9 @@ class BoundModel {
     for (std::size_t part = 0; part < 4; ++part) {
       const auto array = nb::cast<Array<float, 3>>(parts[part]);
       const bool is_output = part == 3;
-      check(array.shape(0) == static_cast<std::size_t>(is_output ? shape_.num_heads : shape_.num_kv_heads) &&
+      check(array.shape(0) == static_cast<std::size_t>(shape_.num_kv_heads) &&
                 array.shape(1) == (is_output ? kept : dim) && array.shape(2) == (is_output ? dim : kept),
-            "a reduction must be (KV heads, head_dim, kv_head_dim), its outputs (heads, kv_head_dim, head_dim)");
+            "a reduction must be (KV heads, head_dim, kv_head_dim), its outputs (KV heads, kv_head_dim, head_dim)");
       keep_.append(parts[part]);
       matrices[part] = array.data();
     }

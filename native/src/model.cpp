@@ -387,13 +387,14 @@ void Model::Run::store(std::size_t index, int row) const {
 // The way back of what attention gives, from the last head: the first ones are where the others come to be.
 void Model::Run::restore(Worker& worker, std::size_t index, float* attended, int rows) const {
   const float* const matrices = model_.weights_.layers[index].reduction.outputs;
+  const int group = shape_.num_heads / shape_.num_kv_heads;
   const int dim = shape_.head_dim;
   const int kept = shape_.kv_head_dim;
   for_rows(worker, rows, kRowChunk, [&](int first, int last) {
     float* start = attended + static_cast<std::ptrdiff_t>(first) * query_width_;
     float restored[kRowChunk * kMaxHeadDim];
     for (int head = shape_.num_heads - 1; head >= 0; --head) {
-      const float* matrix = matrices + static_cast<std::ptrdiff_t>(head) * kept * dim;
+      const float* matrix = matrices + static_cast<std::ptrdiff_t>(head / group) * kept * dim;
       rowwise_.project(start + head * kept, query_width_, last - first, matrix, kept, dim, restored);
       for (int row = 0; row < last - first; ++row) {
         std::memcpy(start + static_cast<std::ptrdiff_t>(row) * query_width_ + head * dim, restored + row * dim,

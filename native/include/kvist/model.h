@@ -44,7 +44,7 @@ struct HeadReduction {
   const float* queries;  // (K, D, r) of the query heads of each KV head, after the rotary embedding
   const float* keys;     // (K, D, r)
   const float* values;   // (K, D, r)
-  const float* outputs;  // (H, r, D)
+  const float* outputs;  // (K, r, D) of what the query heads of each KV head give
 };
 
 // Pointers into memory that outlives the model.

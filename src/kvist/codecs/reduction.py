@@ -5,10 +5,10 @@ Responsible for the matrices, for what follows from statistics (``best_product``
 becomes of the rows: any codec may store them.
 
 Of D dimensions r are kept. A query q and a key k meet as ``(q queries) . (k keys)``; a value is kept as ``v values``,
-and what a query head h gives is ``o outputs[h]``, o the mean of kept values. All are linear, so that the arena, the
+and what attention gives is ``o outputs``, o a mean of kept values. All are linear, so that the arena, the
 codecs and attention see a model whose heads have r dimensions; the scale of scores is still that of D.
 
-Letters: L layers, H query heads, K KV heads, D head dim, r kept dimensions.
+Letters: L layers, K KV heads, D head dim, r kept dimensions.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float32]
 
 KIND = CalibrationKind(where="reduction", version=1)
+RIDGE = 1e-3
+"""Share of its own variance that a pair of channels gets added, so that weights which only one text asks for stay
+small."""
 FLOOR = 1e-3
 """Share of its mean diagonal that a second moment gets added: directions that were never seen are not free."""
 
@@ -49,19 +52,18 @@ class KVReduction:
     queries: Floats
     """(L, K, D, r) of the query heads of each KV head, after the rotary embedding."""
     keys: Floats
-    """(L, K, D, r), after the rotary embedding. Orthonormal columns."""
+    """(L, K, D, r), after the rotary embedding; orthonormal columns."""
     values: Floats
     """(L, K, D, r) with orthonormal columns."""
     outputs: Floats
-    """(L, H, r, D)."""
+    """(L, K, r, D) of what the query heads of each KV head give."""
 
     def __post_init__(self) -> None:
         num_layers, num_kv_heads, head_dim, kept = self.keys.shape
-        num_heads = self.outputs.shape[1]
         expected = {
             "queries": (num_layers, num_kv_heads, head_dim, kept),
             "values": (num_layers, num_kv_heads, head_dim, kept),
-            "outputs": (num_layers, num_heads, kept, head_dim),
+            "outputs": (num_layers, num_kv_heads, kept, head_dim),
         }
         for name, shape in expected.items():
             if getattr(self, name).shape != shape:
@@ -123,6 +125,49 @@ def best_product(left: NDArray[Any], right: NDArray[Any], rank: int) -> LowRank:
     # Any invertible matrix may stand between the two: with this one what is stored is an orthogonal projection.
     orthonormal, triangle = np.linalg.qr(second)
     return LowRank(first @ np.swapaxes(triangle, -1, -2), orthonormal)
+
+
+def best_pairs(gram: NDArray[Any], kept: int) -> LowRank:
+    """Return the factors that keep some pairs of channels of a head, which RoPE turns together.
+
+    A pair's share of a score is ``q_c k_c + q_d k_d`` with d = c + D / 2; turned by a quarter it is ``q_d k_c - q_c
+    k_d``. Neither depends on where q and k are, only on how far apart. Pairs are left out one after another, each time
+    the one without which the sum of all shares can be told best from what is left: a kept pair's share and its turned
+    share are weighted, which is a matrix for queries, ``left``; ``right`` picks the kept channels.
+
+    Args:
+        gram: (D, D) of the shares of all pairs and of their turned shares; symmetric, positive semidefinite.
+        kept: Channels to keep, r, even.
+    """
+    size = len(gram)
+    half = size // 2
+    gram = np.asarray(gram, np.float64)
+    tiny = np.finfo(np.float32).tiny + np.trace(gram) / size * 1e-9
+    damped = gram + np.diag(RIDGE * np.diagonal(gram) + tiny)
+    inverse = np.linalg.inv(damped)
+    dropped: list[int] = []
+    remaining = list(range(half))
+    while len(remaining) > kept // 2:
+        # What is left of the sum when the others make up for those that are dropped: the rest of elimination.
+        losses = []
+        for pair in remaining:
+            missing = [*dropped, pair]
+            both = np.array([*missing, *(index + half for index in missing)])
+            wanted = np.repeat([1.0, 0.0], len(missing))
+            losses.append(wanted @ np.linalg.solve(inverse[np.ix_(both, both)], wanted))
+        worst = remaining.pop(int(np.argmin(losses)))
+        dropped.append(worst)
+    first = np.array(remaining)
+    both = np.concatenate((first, first + half))
+    weights = np.linalg.solve(damped[np.ix_(both, both)], gram[np.ix_(both, dropped)].sum(axis=1))
+    real, turned = weights[: len(first)] + 1.0, weights[len(first) :]
+    left, right = np.zeros((size, kept)), np.zeros((size, kept))
+    column = np.arange(len(first))
+    right[first, column] = right[first + half, column + len(first)] = 1.0
+    left[first, column] = left[first + half, column + len(first)] = real
+    left[first + half, column] = turned
+    left[first, column + len(first)] = -turned
+    return LowRank(left, right)
 
 
 def save_reduction(path: Path, reduction: KVReduction) -> None:

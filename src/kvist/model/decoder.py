@@ -332,8 +332,9 @@ def _reductions(
         return (None,) * spec.num_layers
     check_reduction(spec, reduction)
     arrays = {name: torch.tensor(a, dtype=dtype) for name, a in reduction.arrays().items()}
-    # Every query head its own, as outputs have them.
-    arrays["queries"] = arrays["queries"].repeat_interleave(spec.num_heads // spec.num_kv_heads, 1)
+    for name in ("queries", "outputs"):
+        # One for each query head.
+        arrays[name] = arrays[name].repeat_interleave(spec.num_heads // spec.num_kv_heads, 1)
     return tuple(
         _LayerReduction(**{name: matrices[index] for name, matrices in arrays.items()})
         for index in range(spec.num_layers)
@@ -352,7 +353,7 @@ def check_reduction(spec: ModelSpec, reduction: HeadReduction) -> None:
         "queries": narrow,
         "keys": narrow,
         "values": narrow,
-        "outputs": (spec.num_layers, spec.num_heads, kept, spec.head_dim),
+        "outputs": (spec.num_layers, spec.num_kv_heads, kept, spec.head_dim),
     }
     shapes = {name: array.shape for name, array in reduction.arrays().items()}
     if shapes != expected:

@@ -54,7 +54,7 @@ def calibrate(
     """
     statistics = _Statistics(decoder)
     observe(decoder, text, statistics, WINDOW, on_computed)
-    return statistics.transforms(_value_importance(decoder), fingerprint, text_digest(*text))
+    return statistics.transforms(value_importance(decoder), fingerprint, text_digest(*text))
 
 
 def observe(
@@ -130,7 +130,7 @@ class _Statistics:
         self._key_sum = np.zeros(shape)
         self._spec = spec
         self._frequencies = _frequencies(spec)
-        # Kept dimensions are no pairs that RoPE turns: what is seen of a span cannot be turned to where another one is.
+        # Each reduced head keeps pairs of its own, and a metric has the frequencies of a layer.
         self._has_metric = decoder.reduction is None
 
     def see(
@@ -245,27 +245,20 @@ def _square(rows: torch.Tensor) -> np.ndarray:
     return product
 
 
-def output_importance(decoder: Decoder) -> np.ndarray:
-    """Return (L, H, D, D): W^T W over the columns W of the output projection of each query head."""
+def value_importance(decoder: Decoder) -> np.ndarray:
+    """Return (L, K, D, D): the sum of W^T W over the columns W of the output projection of each head of a group.
+
+    Of a reduced decoder (L, K, r, r): what an error of a kept dimension costs.
+    """
     spec = decoder.spec
+    shape = (-1, spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim)
     layers = []
     for index in range(spec.num_layers):
-        weight = decoder.weights[f"layers.{index}.output.weight"].float()
-        # (hidden, H D) -> (H, hidden, D)
-        layers.append(_square(weight.view(-1, spec.num_heads, spec.head_dim).transpose(0, 1)))
-    return np.stack(layers)
-
-
-def _value_importance(decoder: Decoder) -> np.ndarray:
-    """Return (L, K, D, D): what an error of a value costs by the output projections of its group's heads.
-
-    Of a reduced decoder the errors are of kept dimensions.
-    """
-    spec, importance = decoder.spec, output_importance(decoder)
+        weight = decoder.weights[f"layers.{index}.output.weight"].float().view(shape)
+        # (hidden, K, heads, D) -> (K, hidden * heads, D)
+        layers.append(_square(weight.permute(1, 0, 2, 3).flatten(1, 2)))
+    importance: np.ndarray = np.stack(layers)
     if decoder.reduction is not None:
         outputs = decoder.reduction.arrays()["outputs"].astype(np.float64)
         importance = outputs @ importance @ np.swapaxes(outputs, -1, -2)
-    kept = decoder.kv_head_dim
-    shape = (spec.num_layers, spec.num_kv_heads, -1, kept, kept)
-    groups: np.ndarray = importance.reshape(shape).sum(axis=2)
-    return groups
+    return importance

@@ -3,10 +3,12 @@
 Responsible for the statistics and for what is kept of them on disk. What follows from them is arithmetic
 (``kvist.codecs.reduction``).
 
-Keys: what a query sees of keys is how they differ, weighted by the attention that it gives them; what is common to all
-of them cancels in the softmax. So their second moment is the mean, over queries, of the covariance of keys under the
-query's own weights. Values: attention gives means of values, and these are what has to survive, as the output
-projection sees them; single values vary more, in directions that averaging takes away.
+Keys lose pairs of channels. RoPE turns the two of a pair together, by the position; what is learnt of whole pairs holds
+at all positions, and of other directions it does not. What matters is how the scores of one query differ from each
+other, each weighted by the attention that its key gets: that is what the softmax turns into weights.
+
+Values lose directions. Attention gives means of values, and these are what has to survive, as the output projection
+sees them; single values vary more, in directions that averaging takes away.
 """
 
 from __future__ import annotations
@@ -19,9 +21,15 @@ import torch
 from blake3 import blake3
 
 from kvist import envvars
-from kvist.codecs.reduction import KVReduction, best_product, load_reduction, save_reduction
+from kvist.codecs.reduction import (
+    KVReduction,
+    best_pairs,
+    best_product,
+    load_reduction,
+    save_reduction,
+)
 from kvist.errors import ConfigError
-from kvist.tune.calibration import observe, output_importance, text_digest
+from kvist.tune.calibration import observe, text_digest, value_importance
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,8 +45,8 @@ if TYPE_CHECKING:
 WINDOW = 2048
 """Tokens that are computed as one text, if the model takes so many. RoPE turns keys by their positions, so what is
 learnt from short texts does not hold for long ones."""
-_RIDGE = 1e-4
-"""Share of the mean variance of kept values that holds a head's way back near that of its group."""
+_SAMPLED = 32
+"""Every so many queries are looked at for the keys."""
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +73,7 @@ def calibrate_reduction(
     moments = _Moments(decoder.spec)
     observe(decoder, text, moments, WINDOW, on_computed)
     return moments.reduction(
-        output_importance(decoder), kv_head_dim, fingerprint, text_digest(*text)
+        value_importance(decoder), kv_head_dim, fingerprint, text_digest(*text)
     )
 
 
@@ -109,23 +117,19 @@ class _Moments:
     """Sums over the texts of a calibration; an ``AttentionObserver``. Each text is one call for each layer."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        num_layers, num_heads, head_dim = spec.num_layers, spec.num_heads, spec.head_dim
-        shape = (num_layers, spec.num_kv_heads, head_dim, head_dim)
+        shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.head_dim)
         self._spec = spec
-        self._group = num_heads // spec.num_kv_heads
-        self._queries, self._keys = np.zeros(shape), np.zeros(shape)
-        self._attended = np.zeros((num_layers, num_heads, head_dim, head_dim))
-        self._num_tokens = 0
+        self._group = spec.num_heads // spec.num_kv_heads
+        self._pairs, self._attended = np.zeros(shape), np.zeros(shape)
 
     def see(
         self, layer_index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
         """Add one text's rows of one layer: (T, H, D), (T, K, D), (T, K, D), from the first position."""
-        spec, layer = self._spec, self._spec.layers[layer_index]
-        num_tokens = len(keys)
-        at = torch.arange(num_tokens)
+        spec, window = self._spec, self._spec.layers[layer_index].window
+        at = torch.arange(len(keys))
         distance = at[:, None] - at
-        is_seen = (distance >= 0) & (distance < (layer.window or num_tokens))
+        is_seen = (distance >= 0) & (distance < (window or len(keys)))
         for head in range(spec.num_heads):
             kv_head = head // self._group
             q, k, v = (x.float() for x in (queries[:, head], keys[:, kv_head], values[:, kv_head]))
@@ -133,19 +137,20 @@ class _Moments:
             if spec.attention_softcap is not None:
                 scores = torch.tanh(scores / spec.attention_softcap) * spec.attention_softcap
             weights = scores.masked_fill_(~is_seen, -torch.inf).softmax(-1)
-            means, attended = weights @ k, weights @ v
-            spread = (k * weights.sum(0)[:, None]).T @ k - means.T @ means
-            self._queries[layer_index, kv_head] += (q.T @ q).double().numpy()
-            self._keys[layer_index, kv_head] += spread.double().numpy()
-            self._attended[layer_index, head] += (attended.T @ attended).double().numpy()
-        if layer_index == 0:
-            self._num_tokens += num_tokens
+            attended = weights @ v
+            self._attended[layer_index, kv_head] += (attended.T @ attended).double().numpy()
+            gram = torch.zeros(spec.head_dim, spec.head_dim)
+            for row in range(_SAMPLED // 2, len(keys), _SAMPLED):
+                first = 0 if window is None else max(0, row + 1 - window)
+                seen = slice(first, row + 1)
+                gram += _gram(q[row], k[seen], weights[row, seen])
+            self._pairs[layer_index, kv_head] += gram.double().numpy()
 
     def reduction(self, importance: Moments, kept: int, fingerprint: str, text: str) -> KVReduction:
         """Return what follows from all texts.
 
         Args:
-            importance: (L, H, D, D) of the output projections.
+            importance: (L, K, D, D) of the output projections of each KV head.
             kept: r.
             fingerprint: Of the model.
             text: Digest of the texts.
@@ -153,40 +158,41 @@ class _Moments:
         Raises:
             ConfigError: A sum is not finite.
         """
-        sums = (self._queries, self._keys, self._attended, importance)
-        if not all(np.isfinite(x).all() for x in sums):
+        if not all(np.isfinite(x).all() for x in (self._pairs, self._attended, importance)):
             raise ConfigError(
                 "[calibration] the model computed numbers that are not finite from this text; check the model, "
                 "or give another file as --calibration-text"
             )
-        keys = best_product(self._queries, self._keys, kept)
-        attended = self._attended / self._num_tokens
-        values = best_product(self._grouped(importance), self._grouped(attended), kept)
-        outputs = self._ways_back(attended, values.right, values.left)
+        values = best_product(importance, self._attended, kept)
+        shape = self._pairs.shape[:2]
+        pairs = [best_pairs(gram, kept) for layer in self._pairs for gram in layer]
+        queries, keys = (
+            np.stack(factors).reshape(*shape, -1, kept) for factors in zip(*pairs, strict=True)
+        )
         return KVReduction(
             fingerprint=fingerprint,
             text=text,
-            queries=keys.left.astype(np.float32),
-            keys=keys.right.astype(np.float32),
+            queries=queries.astype(np.float32),
+            keys=keys.astype(np.float32),
             values=values.right.astype(np.float32),
-            outputs=outputs.astype(np.float32),
+            outputs=np.swapaxes(values.left, -1, -2).astype(np.float32),
         )
 
-    def _grouped(self, moments: Moments) -> Moments:
-        """Return the sums of (L, H, D, D) over the heads of each KV head."""
-        spec = self._spec
-        shape = (spec.num_layers, spec.num_kv_heads, self._group, spec.head_dim, spec.head_dim)
-        grouped: Moments = moments.reshape(shape).sum(axis=2)
-        return grouped
 
-    def _ways_back(self, attended: Moments, values: Moments, common: Moments) -> Moments:
-        """Return (L, H, r, D): what is most probable of a head's output, given its kept dimensions."""
-        values, common = (np.repeat(x, self._group, axis=1) for x in (values, common))
-        across = np.swapaxes(values, -1, -2) @ attended
-        kept = across @ values
-        size = kept.shape[-1]
-        ridge = _RIDGE * np.trace(kept, axis1=-2, axis2=-1)[..., None, None] / size
-        ridge += np.finfo(np.float32).tiny
-        prior = np.swapaxes(common, -1, -2)
-        found: Moments = np.linalg.solve(kept + ridge * np.eye(size), across + ridge * prior)
-        return found
+def _gram(query: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return (D, D), how pairs of channels make scores differ; see ``best_pairs``.
+
+    Args:
+        query: (D,).
+        keys: (keys, D) that it sees.
+        weights: (keys,) the attention that it gives them, 1 in all.
+    """
+    half = len(query) // 2
+    k_first, k_second = keys[:, :half], keys[:, half:]
+    first, second = query[:half], query[half:]
+    shares = torch.cat(
+        (k_first * first + k_second * second, k_first * second - k_second * first), dim=-1
+    )
+    # What all keys have in common cancels in the softmax.
+    shares = shares - weights @ shares
+    return (shares * weights[:, None]).T @ shares

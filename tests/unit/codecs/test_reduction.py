@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from kvist.codecs.reduction import KVReduction, best_product, load_reduction, save_reduction
+from kvist.codecs.reduction import (
+    KVReduction,
+    best_pairs,
+    best_product,
+    load_reduction,
+    save_reduction,
+)
 from kvist.errors import ConfigError
 
 D = 24
@@ -28,7 +34,7 @@ def lost(left: np.ndarray, right: np.ndarray, product: np.ndarray) -> float:
 def make_reduction(kept: int = 8, fingerprint: str = "model") -> KVReduction:
     random = np.random.default_rng(3)
     narrow = random.standard_normal((2, 3, D, kept)).astype(np.float32)
-    outputs = random.standard_normal((2, 6, kept, D)).astype(np.float32)
+    outputs = random.standard_normal((2, 3, kept, D)).astype(np.float32)
     return KVReduction(
         fingerprint=fingerprint,
         text="text",
@@ -122,7 +128,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
     ("name", "value"),
     [
         ("values", np.zeros((2, 3, D, 16), np.float32)),
-        ("outputs", np.zeros((2, 6, D, 8), np.float32)),
+        ("outputs", np.zeros((2, 3, D, 8), np.float32)),
         ("queries", np.full((2, 3, D, 8), np.nan, np.float32)),
         ("keys", np.zeros((2, 3, D, 8))),
     ],
@@ -130,3 +136,61 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
 def test_matrices_that_do_not_go_together_are_refused(name, value):
     with pytest.raises(ValueError, match=r"shape|finite"):
         replace(make_reduction(), **{name: value})
+
+
+def pair_gram(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Gram of the shares of all pairs, over all queries and keys."""
+    half = D // 2
+    (a, b), (c, d) = (np.split(x, [half], axis=1) for x in (queries, keys))
+    real = np.einsum("qp,kp->qkp", a, c) + np.einsum("qp,kp->qkp", b, d)
+    turned = np.einsum("qp,kp->qkp", b, c) - np.einsum("qp,kp->qkp", a, d)
+    shares = np.concatenate((real, turned), axis=-1).reshape(-1, D)
+    return shares.T @ shares / len(shares)
+
+
+def test_pairs_that_do_nothing_are_left_out():
+    random = np.random.default_rng(5)
+    queries, keys = random.standard_normal((2, 40, D))
+    idle = [1, 4, 9, 11]
+    queries[:, idle] = queries[:, np.add(idle, D // 2)] = 0
+    factors = best_pairs(pair_gram(queries, keys), 16)
+    assert not factors.right[idle].any()
+    assert np.allclose(factors.right.T @ factors.right, np.eye(16))
+    scores = (queries @ factors.left) @ (keys @ factors.right).T
+    assert np.allclose(scores, queries @ keys.T, atol=0.05)
+
+
+def test_what_is_left_makes_up_for_what_is_left_out():
+    """A pair that says the same as another is left out, and the other counts twice."""
+    random = np.random.default_rng(6)
+    queries, keys = random.standard_normal((2, 40, D))
+    for rows in (queries, keys):
+        rows[:, [2, 2 + D // 2]] = rows[:, [7, 7 + D // 2]]
+    factors = best_pairs(pair_gram(queries, keys), D - 2)
+    assert factors.right[2].any() != factors.right[7].any()
+    scores = (queries @ factors.left) @ (keys @ factors.right).T
+    assert np.allclose(scores, queries @ keys.T, atol=0.1)
+
+
+def test_pairs_commute_with_rope():
+    """What is kept of products depends on the distance of query and key alone."""
+    random = np.random.default_rng(7)
+    queries, keys = random.standard_normal((2, 10, D))
+    factors = best_pairs(pair_gram(queries, keys), 16)
+    angles = random.uniform(0, 6, D // 2)
+
+    def turned(rows: np.ndarray) -> np.ndarray:
+        a, b = np.split(rows, 2, axis=1)
+        cos, sin = np.cos(angles), np.sin(angles)
+        return np.concatenate((a * cos - b * sin, b * cos + a * sin), axis=1)
+
+    here = (queries @ factors.left) @ (keys @ factors.right).T
+    there = (turned(queries) @ factors.left) @ (turned(keys) @ factors.right).T
+    assert np.allclose(here, there)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+def test_all_pairs_lose_nothing(scale):
+    gram = scale * moment(np.random.default_rng(8))
+    factors = best_pairs(gram, D)
+    assert np.allclose(factors.left @ factors.right.T, np.eye(D))
