@@ -225,7 +225,8 @@ class BoundModel {
     const auto kept = static_cast<std::size_t>(shape_.kv_head_dim);
     const float* matrices[4];
     for (std::size_t part = 0; part < 4; ++part) {
-      const auto array = nb::cast<Array<float, 3>>(parts[part]);
+      // Not converted: of what is kept alive the memory is read, not of a copy.
+      const auto array = nb::cast<Array<float, 3>>(parts[part], false);
       const bool is_output = part == 3;
       check(array.shape(0) == static_cast<std::size_t>(shape_.num_kv_heads) &&
                 array.shape(1) == (is_output ? kept : dim) && array.shape(2) == (is_output ? dim : kept),

@@ -144,19 +144,23 @@ def best_pairs(gram: NDArray[Any], kept: int) -> LowRank:
     gram = np.asarray(gram, np.float64)
     tiny = np.finfo(np.float32).tiny + np.trace(gram) / size * 1e-9
     damped = gram + np.diag(RIDGE * np.diagonal(gram) + tiny)
+    # Of the inverse given those that are dropped, and of what they cannot say of the sum: leaving out another one
+    # costs the quadratic form of its two rows, and takes them out of the rest as elimination does.
     inverse = np.linalg.inv(damped)
-    dropped: list[int] = []
+    missing = np.repeat([1.0, 0.0], half)
     remaining = list(range(half))
+    dropped: list[int] = []
     while len(remaining) > kept // 2:
-        # What is left of the sum when the others make up for those that are dropped: the rest of elimination.
-        losses = []
-        for pair in remaining:
-            missing = [*dropped, pair]
-            both = np.array([*missing, *(index + half for index in missing)])
-            wanted = np.repeat([1.0, 0.0], len(missing))
-            losses.append(wanted @ np.linalg.solve(inverse[np.ix_(both, both)], wanted))
-        worst = remaining.pop(int(np.argmin(losses)))
-        dropped.append(worst)
+        rows = np.array(remaining)[:, None] + [0, half]
+        corners = inverse[rows[:, :, None], rows[:, None, :]]
+        wanted = missing[rows]
+        losses = (wanted * np.linalg.solve(corners, wanted[..., None])[..., 0]).sum(axis=-1)
+        pair = rows[int(np.argmin(losses))]
+        across = np.linalg.solve(inverse[np.ix_(pair, pair)], inverse[pair])
+        missing = missing - across.T @ missing[pair]
+        inverse = inverse - inverse[:, pair] @ across
+        dropped.append(int(pair[0]))
+        remaining.remove(int(pair[0]))
     first = np.array(remaining)
     both = np.concatenate((first, first + half))
     weights = np.linalg.solve(damped[np.ix_(both, both)], gram[np.ix_(both, dropped)].sum(axis=1))

@@ -194,7 +194,9 @@ class NativeDecoder:
         }
         if self.reduction is not None:
             arrays = self.reduction.arrays()
-            layer["reduction"] = tuple(arrays[name][index] for name in _MATRICES)
+            layer["reduction"] = tuple(
+                np.ascontiguousarray(arrays[name][index]) for name in _MATRICES
+            )
         for name in _PROJECTIONS:
             bias = self._weights.vectors.get(f"{prefix}{name}.bias")
             layer[name] = (self._weights.linears[f"{prefix}{name}.weight"], bias)
