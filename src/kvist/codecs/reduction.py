@@ -163,7 +163,9 @@ def best_pairs(gram: NDArray[Any], kept: int) -> LowRank:
         remaining.remove(int(pair[0]))
     first = np.array(remaining)
     both = np.concatenate((first, first + half))
-    weights = np.linalg.solve(damped[np.ix_(both, both)], gram[np.ix_(both, dropped)].sum(axis=1))
+    weights = np.linalg.solve(
+        damped[np.ix_(both, both)], gram[both][:, np.array(dropped, np.intp)].sum(axis=1)
+    )
     real, turned = weights[: len(first)] + 1.0, weights[len(first) :]
     left, right = np.zeros((size, kept)), np.zeros((size, kept))
     column = np.arange(len(first))

@@ -140,11 +140,12 @@ def test_matrices_that_do_not_go_together_are_refused(name, value):
 
 def pair_gram(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """Gram of the shares of all pairs, over all queries and keys."""
-    half = D // 2
+    size = queries.shape[1]
+    half = size // 2
     (a, b), (c, d) = (np.split(x, [half], axis=1) for x in (queries, keys))
     real = np.einsum("qp,kp->qkp", a, c) + np.einsum("qp,kp->qkp", b, d)
     turned = np.einsum("qp,kp->qkp", b, c) - np.einsum("qp,kp->qkp", a, d)
-    shares = np.concatenate((real, turned), axis=-1).reshape(-1, D)
+    shares = np.concatenate((real, turned), axis=-1).reshape(-1, size)
     return shares.T @ shares / len(shares)
 
 
@@ -194,3 +195,15 @@ def test_all_pairs_lose_nothing(scale):
     gram = scale * moment(np.random.default_rng(8))
     factors = best_pairs(gram, D)
     assert np.allclose(factors.left @ factors.right.T, np.eye(D))
+
+
+def test_a_turned_share_makes_up_for_another():
+    """A pair whose share is that of another, turned by a quarter."""
+    random = np.random.default_rng(9)
+    queries, keys = random.standard_normal((2, 40, D))
+    here, there = [7, 7 + D // 2], [2, 2 + D // 2]
+    keys[:, there] = keys[:, here]
+    queries[:, there] = queries[:, here[::-1]] * [1.0, -1.0]
+    factors = best_pairs(pair_gram(queries, keys), D - 2)
+    scores = (queries @ factors.left) @ (keys @ factors.right).T
+    assert np.allclose(scores, queries @ keys.T, atol=0.1)
