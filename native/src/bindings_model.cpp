@@ -46,14 +46,16 @@ class BoundModel {
              const nb::object& final_norm, const nb::object& head) {
     const auto integer = [&](const char* name) { return nb::cast<int>(shape[name]); };
     const auto real = [&](const char* name) { return nb::cast<float>(shape[name]); };
-    shape_ = {integer("hidden"),       integer("num_heads"),      integer("num_kv_heads"), integer("head_dim"),
-              integer("intermediate"), integer("vocab"),          real("norm_eps"),        real("embedding_scale"),
-              real("attention_scale"), real("attention_softcap"), real("logit_softcap")};
+    shape_ = {integer("hidden"),       integer("num_heads"),    integer("num_kv_heads"),   integer("head_dim"),
+              integer("kv_head_dim"),  integer("intermediate"), integer("vocab"),          real("norm_eps"),
+              real("embedding_scale"), real("attention_scale"), real("attention_softcap"), real("logit_softcap")};
     check(shape_.hidden > 0 && shape_.num_heads > 0 && shape_.num_kv_heads > 0 && shape_.head_dim > 0 &&
               shape_.intermediate > 0 && shape_.vocab > 0,
           "every dimension of a model must be at least 1");
     check(shape_.num_heads % shape_.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads");
     check(shape_.head_dim % 8 == 0 && shape_.head_dim <= 256, "head_dim must be a multiple of 8, at most 256");
+    check(shape_.kv_head_dim % 8 == 0 && shape_.kv_head_dim > 0 && shape_.kv_head_dim <= shape_.head_dim,
+          "kv_head_dim must be a multiple of 8, at most head_dim");
     std::vector<RotarySpec> rotary;
     for (const nb::handle item : ropes) {
       const auto rope = nb::cast<std::pair<std::vector<float>, float>>(item);
@@ -191,8 +193,8 @@ class BoundModel {
 
   KvLayout layout_of(KvCodec codec, int block_size) const {
     check(block_size >= 1, "block_size must be at least 1");
-    KvLayout layout = {codec, shape_.num_kv_heads, block_size, shape_.head_dim, kv_row_bytes(codec, shape_.head_dim),
-                       0};
+    const int dim = shape_.kv_head_dim;
+    KvLayout layout = {codec, shape_.num_kv_heads, block_size, dim, kv_row_bytes(codec, dim), 0};
     layout.block_stride = num_layers_ * kv_layer_bytes(layout);
     return layout;
   }
@@ -209,6 +211,30 @@ class BoundModel {
   const float* optional_vector(const nb::dict& layer, const char* name, int size) {
     const nb::object object = layer[name];
     return object.is_none() ? nullptr : vector(object, size, name);
+  }
+
+  // Of a layer: None, or queries, keys, values (K, D, r) and outputs (K, r, D).
+  HeadReduction reduction(const nb::object& object) {
+    if (object.is_none()) {
+      check(shape_.kv_head_dim == shape_.head_dim, "every layer needs a reduction where kv_head_dim is not head_dim");
+      return {};
+    }
+    const auto parts = nb::cast<nb::tuple>(object);
+    check(parts.size() == 4, "a reduction has matrices of queries, keys, values and outputs");
+    const auto dim = static_cast<std::size_t>(shape_.head_dim);
+    const auto kept = static_cast<std::size_t>(shape_.kv_head_dim);
+    const float* matrices[4];
+    for (std::size_t part = 0; part < 4; ++part) {
+      // Not converted: of what is kept alive the memory is read, not of a copy.
+      const auto array = nb::cast<Array<float, 3>>(parts[part], false);
+      const bool is_output = part == 3;
+      check(array.shape(0) == static_cast<std::size_t>(shape_.num_kv_heads) &&
+                array.shape(1) == (is_output ? kept : dim) && array.shape(2) == (is_output ? dim : kept),
+            "a reduction must be (KV heads, head_dim, kv_head_dim), its outputs (KV heads, kv_head_dim, head_dim)");
+      keep_.append(parts[part]);
+      matrices[part] = array.data();
+    }
+    return {matrices[0], matrices[1], matrices[2], matrices[3]};
   }
 
   PackedLinear linear(const nb::handle object, int num_inputs, int num_outputs, Gate gate, const char* name) {
@@ -245,6 +271,7 @@ class BoundModel {
     weights.gate_up = linear(layer["gate_up"], shape_.hidden, 2 * shape_.intermediate, Gate::kSilu, "gate_up");
     weights.down = linear(layer["down"], shape_.intermediate, shape_.hidden, Gate::kNone, "down");
     weights.post_mlp_norm = optional_vector(layer, "post_mlp_norm", shape_.hidden);
+    weights.reduction = reduction(layer["reduction"]);
     return weights;
   }
 

@@ -55,7 +55,7 @@ struct Model::Buffers {
   AlignedBuffer<float> normed;    // (T, hidden)
   AlignedBuffer<float> update;    // (T, hidden), models with post norms
   AlignedBuffer<float> qkv;       // (T, (H + 2 K) D)
-  AlignedBuffer<float> attended;  // (T, H D)
+  AlignedBuffer<float> attended;  // (T, H D), of fewer dimensions at first where heads are reduced
   AlignedBuffer<float> picked;    // (S, H D) its rows that are asked for
   AlignedBuffer<float> gated;     // (T, I)
   AlignedBuffer<float> cosines;   // (ropes, T, D / 2)
@@ -84,6 +84,10 @@ class Model::Run {
 
   void embed(Worker& worker) const;
   void rotate_and_store(Worker& worker, std::size_t layer) const;
+  void normalise_and_rotate(std::size_t layer, int row) const;
+  void reduce(std::size_t layer, int first, int last) const;
+  void store(std::size_t layer, int row) const;
+  void restore(Worker& worker, std::size_t layer, float* attended, int rows) const;
   void attend(Worker& worker, Thread& thread, std::size_t layer) const;
   void select_rows(Worker& worker) const;
   const std::uint8_t* quantise_normed(Worker& worker, Thread& thread, const LinearShape& shape, const float* x,
@@ -114,7 +118,7 @@ Model::Model(const ModelShape& shape, std::vector<RotarySpec> ropes, ModelWeight
       ropes_(std::move(ropes)),
       weights_(std::move(weights)),
       isa_(isa),
-      turn_(head_turn(shape.head_dim)),
+      turn_(head_turn(shape.kv_head_dim)),
       buffers_(std::make_unique<Buffers>()) {
   const auto add = [&](const PackedLinear& linear) {
     const LinearShape& shape = linear.shape;
@@ -232,13 +236,17 @@ void Model::Run::operator()(Worker& worker) const {
     }
     attend(worker, thread, index);
     clock.charge(Phase::kAttention);
-    const float* attended = buffers_.attended.data();
+    float* attended = buffers_.attended.data();
     if (is_last && inputs_.num_logits != rows) {
       select_rows(worker);
       worker.end_phase();
       attended = buffers_.picked.data();
       x = buffers_.selected.data();
       rows = inputs_.num_logits;
+    }
+    if (layer.reduction.outputs != nullptr) {
+      restore(worker, index, attended, rows);
+      worker.end_phase();
     }
     activations = quantise_plain(worker, thread, layer.output.shape, attended, query_width_, rows);
     add_update(worker, thread, layer.output, activations, rows, x, layer.post_attention_norm);
@@ -281,50 +289,116 @@ void Model::Run::embed(Worker& worker) const {
 }
 
 void Model::Run::rotate_and_store(Worker& worker, std::size_t index) const {
+  for_rows(worker, inputs_.num_rows, kRowChunk, [&](int first, int last) {
+    for (int row = first; row < last; ++row) {
+      normalise_and_rotate(index, row);
+    }
+    reduce(index, first, last);
+    for (int row = first; row < last; ++row) {
+      store(index, row);
+    }
+  });
+}
+
+void Model::Run::normalise_and_rotate(std::size_t index, int row) const {
   const LayerWeights& layer = model_.weights_.layers[index];
-  const KvLayout& layout = inputs_.layout;
   const int dim = shape_.head_dim;
   const int half = dim / 2;
+  float* queries = buffers_.qkv.data() + static_cast<std::ptrdiff_t>(row) * qkv_width_;
+  const int num_rotated = shape_.num_heads + shape_.num_kv_heads;
+  if (layer.query_norm != nullptr) {
+    for (int head = 0; head < num_rotated; ++head) {
+      const float* weight = head < shape_.num_heads ? layer.query_norm : layer.key_norm;
+      rowwise_.rms_norm(queries + head * dim, weight, dim, shape_.norm_eps, queries + head * dim);
+    }
+  }
+  if (layer.rope >= 0) {
+    const std::ptrdiff_t at =
+        (static_cast<std::ptrdiff_t>(layer.rope) * inputs_.num_rows + row) * static_cast<std::ptrdiff_t>(half);
+    for (int head = 0; head < num_rotated; ++head) {
+      rowwise_.rope(queries + head * dim, buffers_.cosines.data() + at, buffers_.sines.data() + at, half);
+    }
+  }
+}
+
+// Heads in fewer dimensions move together: those of a row follow each other at the start of its room. Head by head from
+// the first, so that none lands on one that is still to be read.
+void Model::Run::reduce(std::size_t index, int first, int last) const {
+  const HeadReduction& reduction = model_.weights_.layers[index].reduction;
+  if (reduction.queries == nullptr) {
+    return;
+  }
+  const int dim = shape_.head_dim;
+  const int kept = shape_.kv_head_dim;
+  const int group = shape_.num_heads / shape_.num_kv_heads;
+  const std::ptrdiff_t size = static_cast<std::ptrdiff_t>(dim) * kept;
+  float* rows = buffers_.qkv.data() + static_cast<std::ptrdiff_t>(first) * qkv_width_;
+  float projected[kRowChunk * kMaxHeadDim];
+  int head = 0;
+  const auto take = [&](const float* matrix) {
+    rowwise_.project(rows + head * dim, qkv_width_, last - first, matrix, dim, kept, projected);
+    for (int row = 0; row < last - first; ++row) {
+      std::memcpy(rows + static_cast<std::ptrdiff_t>(row) * qkv_width_ + head * kept, projected + row * kept,
+                  static_cast<std::size_t>(kept) * sizeof(float));
+    }
+    ++head;
+  };
+  for (int query = 0; query < shape_.num_heads; ++query) {
+    take(reduction.queries + query / group * size);
+  }
+  for (const float* matrices : {reduction.keys, reduction.values}) {
+    for (int kv_head = 0; kv_head < shape_.num_kv_heads; ++kv_head) {
+      take(matrices + kv_head * size);
+    }
+  }
+}
+
+void Model::Run::store(std::size_t index, int row) const {
+  const KvLayout& layout = inputs_.layout;
+  const int dim = shape_.kv_head_dim;
   const auto encode = encode_kv_row(model_.isa_);
   const std::int64_t head_bytes = static_cast<std::int64_t>(layout.block_size) * layout.row_bytes;
   const std::int64_t* const offsets = inputs_.batch.block_offsets;
-  for_rows(worker, inputs_.num_rows, kRowChunk, [&](int first, int last) {
-    for (int row = first; row < last; ++row) {
-      float* queries = buffers_.qkv.data() + static_cast<std::ptrdiff_t>(row) * qkv_width_;
-      float* keys = queries + query_width_;
-      const float* values = keys + shape_.num_kv_heads * dim;
-      const int num_rotated = shape_.num_heads + shape_.num_kv_heads;
-      if (layer.query_norm != nullptr) {
-        for (int head = 0; head < num_rotated; ++head) {
-          const float* weight = head < shape_.num_heads ? layer.query_norm : layer.key_norm;
-          rowwise_.rms_norm(queries + head * dim, weight, dim, shape_.norm_eps, queries + head * dim);
-        }
-      }
-      if (layer.rope >= 0) {
-        const std::ptrdiff_t at =
-            (static_cast<std::ptrdiff_t>(layer.rope) * inputs_.num_rows + row) * static_cast<std::ptrdiff_t>(half);
-        for (int head = 0; head < num_rotated; ++head) {
-          rowwise_.rope(queries + head * dim, buffers_.cosines.data() + at, buffers_.sines.data() + at, half);
-        }
-      }
-      // Where blocks have several codecs all hold turned keys: any of them can then become another, and queries are the
-      // same for all.
-      if (kv_turns_keys(layout.codec) || offsets != nullptr) {
-        for (int head = 0; head < num_rotated; ++head) {
-          rowwise_.turn(queries + head * dim, model_.turn_);
-        }
-      }
-      const std::int64_t block = inputs_.slots[row] / layout.block_size;
-      const std::int64_t offset = inputs_.slots[row] % layout.block_size;
-      std::uint8_t* target = inputs_.arena + (offsets == nullptr ? block * layout.block_stride : offsets[block]) +
-                             static_cast<std::int64_t>(index) * kv_layer_bytes(layout) + offset * layout.row_bytes;
-      bool is_finite = true;
-      for (int head = 0; head < shape_.num_kv_heads; ++head) {
-        is_finite &= encode(layout.codec, dim, keys + head * dim, target + head * head_bytes);
-        is_finite &= encode(layout.codec, dim, values + head * dim, target + (shape_.num_kv_heads + head) * head_bytes);
-      }
-      if (!is_finite) {
-        outputs_.is_finite[row] = 0;
+  const int num_turned = shape_.num_heads + shape_.num_kv_heads;
+  float* queries = buffers_.qkv.data() + static_cast<std::ptrdiff_t>(row) * qkv_width_;
+  const float* keys = queries + shape_.num_heads * dim;
+  const float* values = keys + shape_.num_kv_heads * dim;
+  // Where blocks have several codecs all hold turned keys: any of them can then become another, and queries are the
+  // same for all.
+  if (kv_turns_keys(layout.codec) || offsets != nullptr) {
+    for (int head = 0; head < num_turned; ++head) {
+      rowwise_.turn(queries + head * dim, model_.turn_);
+    }
+  }
+  const std::int64_t block = inputs_.slots[row] / layout.block_size;
+  const std::int64_t offset = inputs_.slots[row] % layout.block_size;
+  std::uint8_t* target = inputs_.arena + (offsets == nullptr ? block * layout.block_stride : offsets[block]) +
+                         static_cast<std::int64_t>(index) * kv_layer_bytes(layout) + offset * layout.row_bytes;
+  bool is_finite = true;
+  for (int head = 0; head < shape_.num_kv_heads; ++head) {
+    is_finite &= encode(layout.codec, dim, keys + head * dim, target + head * head_bytes);
+    is_finite &= encode(layout.codec, dim, values + head * dim, target + (shape_.num_kv_heads + head) * head_bytes);
+  }
+  if (!is_finite) {
+    outputs_.is_finite[row] = 0;
+  }
+}
+
+// The way back of what attention gives, from the last head: the first ones are where the others come to be.
+void Model::Run::restore(Worker& worker, std::size_t index, float* attended, int rows) const {
+  const float* const matrices = model_.weights_.layers[index].reduction.outputs;
+  const int group = shape_.num_heads / shape_.num_kv_heads;
+  const int dim = shape_.head_dim;
+  const int kept = shape_.kv_head_dim;
+  for_rows(worker, rows, kRowChunk, [&](int first, int last) {
+    float* start = attended + static_cast<std::ptrdiff_t>(first) * query_width_;
+    float restored[kRowChunk * kMaxHeadDim];
+    for (int head = shape_.num_heads - 1; head >= 0; --head) {
+      const float* matrix = matrices + static_cast<std::ptrdiff_t>(head / group) * kept * dim;
+      rowwise_.project(start + head * kept, query_width_, last - first, matrix, kept, dim, restored);
+      for (int row = 0; row < last - first; ++row) {
+        std::memcpy(start + static_cast<std::ptrdiff_t>(row) * query_width_ + head * dim, restored + row * dim,
+                    static_cast<std::size_t>(dim) * sizeof(float));
       }
     }
   });

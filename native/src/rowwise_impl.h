@@ -4,6 +4,7 @@
 // or twice from the first-level cache. Tails run lane by lane.
 
 #include <cmath>
+#include <cstddef>
 #include <limits>
 
 #include "kvist/common.h"
@@ -120,6 +121,51 @@ void turn_back(float* head, const HeadTurn& turn) noexcept {
   apply_signs(head, turn);
 }
 
+// Some columns of some rows; the sums stay in registers, and each piece of the matrix is read once for all rows.
+template <int kRows, int kColumns>
+void project_tile(const float* x, std::ptrdiff_t stride, const float* matrix, int n, int m, float* out) noexcept {
+  float sums[kRows][kColumns] = {};
+  for (int i = 0; i < n; ++i) {
+    const float* weights = matrix + static_cast<std::ptrdiff_t>(i) * m;
+    for (int row = 0; row < kRows; ++row) {
+      const float value = x[row * stride + i];
+      for (int column = 0; column < kColumns; ++column) {
+        sums[row][column] += value * weights[column];
+      }
+    }
+  }
+  for (int row = 0; row < kRows; ++row) {
+    for (int column = 0; column < kColumns; ++column) {
+      out[static_cast<std::ptrdiff_t>(row) * m + column] = sums[row][column];
+    }
+  }
+}
+
+template <int kRows>
+void project_rows(const float* x, std::ptrdiff_t stride, const float* matrix, int n, int m, float* out) noexcept {
+  int column = 0;
+  for (; column + kLanes <= m; column += kLanes) {
+    project_tile<kRows, kLanes>(x, stride, matrix + column, n, m, out + column);
+  }
+  for (; column + 8 <= m; column += 8) {
+    project_tile<kRows, 8>(x, stride, matrix + column, n, m, out + column);
+  }
+  for (; column < m; ++column) {
+    project_tile<kRows, 1>(x, stride, matrix + column, n, m, out + column);
+  }
+}
+
+void project(const float* x, std::ptrdiff_t stride, int rows, const float* matrix, int n, int m, float* out) noexcept {
+  constexpr int kRows = 4;
+  int row = 0;
+  for (; row + kRows <= rows; row += kRows) {
+    project_rows<kRows>(x + row * stride, stride, matrix, n, m, out + static_cast<std::ptrdiff_t>(row) * m);
+  }
+  for (; row < rows; ++row) {
+    project_rows<1>(x + row * stride, stride, matrix, n, m, out + static_cast<std::ptrdiff_t>(row) * m);
+  }
+}
+
 BestToken best_token(const float* logits, int n) noexcept {
   float lanes[kLanes];
   std::int32_t unordered[kLanes] = {};
@@ -157,6 +203,6 @@ BestToken best_token(const float* logits, int n) noexcept {
 }  // namespace
 
 extern const RowwiseKernels KVIST_ROWWISE_TABLE;
-const RowwiseKernels KVIST_ROWWISE_TABLE = {embed, rms_norm, add_rms_norm, rope, turn, turn_back, best_token};
+const RowwiseKernels KVIST_ROWWISE_TABLE = {embed, rms_norm, add_rms_norm, rope, turn, turn_back, best_token, project};
 
 }  // namespace kvist

@@ -310,6 +310,8 @@ std::string check_span_codec(Isa isa, bool falsified) {
 std::string check_rowwise(Isa isa, bool falsified) {
   constexpr int kSize = 107;
   constexpr int kHalf = 36;
+  constexpr int kInputs = 4;
+  constexpr int kProjected = 25;
   Values values;
   const std::vector<float> x = values.take(kSize);
   const std::vector<float> weight = values.take(kSize);
@@ -318,6 +320,9 @@ std::string check_rowwise(Isa isa, bool falsified) {
     kernels.rms_norm(x.data(), weight.data(), kSize, 1e-5F, out.data());
     kernels.add_rms_norm(x.data(), weight.data(), kSize, 1e-5F, out.data());
     kernels.rope(out.data(), x.data(), weight.data(), kHalf);
+    std::vector<float> projected(std::size_t{kProjected} * 5);
+    kernels.project(x.data(), kInputs, 5, weight.data(), kInputs, kProjected, projected.data());
+    out.insert(out.end(), projected.begin(), projected.end());
     out.push_back(static_cast<float>(kernels.best_token(x.data(), kSize).token));
     return out;
   };

@@ -86,6 +86,11 @@ class CacheConfig:
         "codec of KV blocks by age: sink=CODEC,recent:TOKENS=CODEC,...,rest=CODEC, out of raw16, int8, int4 and int3; "
         "implies --kv-cache-dtype mixed",
     )
+    kv_head_dim: int | None = option(
+        None,
+        "dimensions of a head that K and V are kept in, a multiple of 8: those that matter least to the model are left "
+        "out, at a loss that kvist tune measures; default: all",
+    )
     kv_transforms: str = option(
         "auto",
         "what int4 and int3 know of the model: a file that kvist tune made; none: nothing; auto: what is kept of it, "
@@ -188,6 +193,9 @@ class EngineConfig:
         if self.cache.memory_gib is not None and not 0.0 < self.cache.memory_gib <= MAX_GIB:
             msg = f"[config] --memory-gib must be in (0, {MAX_GIB:g}], received {self.cache.memory_gib}"
             raise ConfigError(msg)
+        kept = self.cache.kv_head_dim
+        if kept is not None and (kept < 8 or kept % 8):
+            raise ConfigError(f"[config] --kv-head-dim must be a multiple of 8, received {kept}")
         _check_cache(self.cache)
 
     @classmethod

@@ -133,6 +133,8 @@ class EnginePlan:
     """Format of blocks by age, as ``--kv-precision``; empty: all blocks keep ``codec``."""
     transforms: str = ""
     """Where what int4 and int3 know of the model is from: ``auto``, ``none`` or a file; empty without those codecs."""
+    kv_head_dim: int = 0
+    """Dimensions of a head that K and V are kept in, where they are fewer than it has; 0: all."""
     demote_before_evict: bool = False
     """Whether cached blocks that nobody uses are made smaller before any is evicted."""
     max_demotions: int = 0
@@ -142,7 +144,7 @@ class EnginePlan:
     num_blocks: int
     """Blocks of ``codec`` that the pool holds."""
     raw_block_bytes: int = 0
-    """Bytes of a block in 16 bits, which others are compared with; 0 where nobody asks."""
+    """Bytes of a block of whole heads in 16 bits, which others are compared with; 0 where nobody asks."""
     kv_bytes: int
     """Bytes of the whole pool. With one codec num_blocks times the block's bytes, else a little more."""
     weight_bytes: int
@@ -205,6 +207,7 @@ class EnginePlan:
             f"weight_cache={'on' if self.weight_cache else 'off'}",
             f"dtype={self.dtype}",
             f"kv={self.kv_format}",
+            f"kv_head_dim={self.kv_head_dim or 'all'}",
             f"kv_transforms={Path(self.transforms).name or 'unused'}",
             f"demote_before_evict={'on' if self.demote_before_evict else 'off'}",
             f"max_demotions={self.max_demotions or 'any'}",
@@ -284,7 +287,9 @@ def resolve(config: EngineConfig, spec: ModelSpec, hardware: Hardware) -> Engine
         ConfigError: The request for a context, a memory size or a model cannot be met; the message has the numbers.
     """
     weights, precision = formats(config, spec, hardware)
-    kv_spec = _kv_spec(spec, config.cache.kv_cache_dtype, config.cache.block_size)
+    kv_spec = _kv_spec(
+        spec, config.cache.kv_cache_dtype, config.cache.block_size, config.cache.kv_head_dim
+    )
     weight_bytes = weights.num_bytes(spec)
     context = _requested_context(config, spec)
     if precision is not None and (config.cache.audit_fraction or config.cache.refresh_every):
@@ -318,13 +323,14 @@ def resolve(config: EngineConfig, spec: ModelSpec, hardware: Hardware) -> Engine
         codec=kv_spec.codec,
         precision=str(precision or ""),
         transforms=_transforms(config.cache, precision),
+        kv_head_dim=kv_spec.head_dim if kv_spec.head_dim < spec.head_dim else 0,
         demote_before_evict=precision is not None and config.cache.demote_before_evict != "off",
         max_demotions=0
         if precision is None
         else max(1, DEMOTED_BYTES_PER_STEP // kv_spec.block_bytes),
         block_size=kv_spec.block_size,
         num_blocks=num_blocks,
-        raw_block_bytes=replace(kv_spec, codec="raw16").block_bytes,
+        raw_block_bytes=replace(kv_spec, codec="raw16", head_dim=spec.head_dim).block_bytes,
         kv_bytes=kv_bytes,
         weight_bytes=weight_bytes,
         weight_cache=weights.plane == "native" and config.model.weight_cache == "on",
@@ -399,6 +405,7 @@ def memory_estimate(  # noqa: PLR0913  # each a number of its own
     context: int,
     concurrency: int,
     block_size: int,
+    kv_head_dim: int | None = None,
     max_batch_tokens: int = 512,
 ) -> MemoryEstimate:
     """Return what ``concurrency`` requests of ``context`` tokens need, before anything is loaded.
@@ -412,6 +419,7 @@ def memory_estimate(  # noqa: PLR0913  # each a number of its own
         context: Tokens per request, prompt and output, >= 1.
         concurrency: Requests at once, >= 1.
         block_size: Tokens per block, >= 1.
+        kv_head_dim: As the option of that name.
         max_batch_tokens: Positions of a step; they count where blocks change their codec, since they are written in the
             largest.
 
@@ -427,7 +435,7 @@ def memory_estimate(  # noqa: PLR0913  # each a number of its own
             raise ConfigError(f"[plan] {name} must be at least 1, received {value}")
     precision = _rule_of(codec) if isinstance(codec, str) else codec
     written = codec if isinstance(codec, str) else "auto"
-    kv_spec = _kv_spec(spec, written, block_size)
+    kv_spec = _kv_spec(spec, written, block_size, kv_head_dim)
     old = kv_spec if precision is None else replace(kv_spec, codec=precision.rest)
     blocks = kv_spec.num_blocks_for(context)
     sizes = block_bytes_by_codec(kv_spec, precision)
@@ -522,16 +530,20 @@ def weight_format(
 
 def kv_spec_of(plan: EnginePlan, spec: ModelSpec) -> KVSpec:
     """Return the block shape that the plan decided for this model."""
-    return _kv_spec(spec, plan.codec, plan.block_size)
+    return _kv_spec(spec, plan.codec, plan.block_size, plan.kv_head_dim)
 
 
 def usable_bytes(
-    spec: ModelSpec, precision: KVPrecision | None, block_size: int, num_bytes: int
+    spec: ModelSpec,
+    precision: KVPrecision | None,
+    block_size: int,
+    num_bytes: int,
+    kv_head_dim: int | None = None,
 ) -> int:
     """Return how much of some KV memory old blocks may fill: with several codecs a little stays free between them."""
     if precision is None:
         return num_bytes
-    kv_spec = _kv_spec(spec, "auto", block_size)
+    kv_spec = _kv_spec(spec, "auto", block_size, kv_head_dim)
     block_bytes = block_bytes_by_codec(kv_spec, precision)
     try:
         layout = slab_layout(block_bytes, num_bytes)
@@ -580,11 +592,19 @@ def _rule_of(codec: str) -> KVPrecision | None:
     return KVPrecision.parse(PRESETS[codec]) if codec in PRESETS else None
 
 
-def _kv_spec(spec: ModelSpec, codec: str, block_size: int) -> KVSpec:
+def _kv_spec(
+    spec: ModelSpec, codec: str, block_size: int, kv_head_dim: int | None = None
+) -> KVSpec:
+    """Return the shape of a block as it is written; ``kv_head_dim`` 0 or None: of whole heads."""
+    if kv_head_dim and kv_head_dim > spec.head_dim:
+        raise ConfigError(
+            f"[plan] --kv-head-dim must be at most the {spec.head_dim} dimensions of this model's heads, "
+            f"received {kv_head_dim}"
+        )
     return KVSpec(
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
+        head_dim=kv_head_dim or spec.head_dim,
         block_size=block_size,
         codec="raw16" if codec in {"auto", *PRESETS} else codec,
     )

@@ -55,7 +55,7 @@ class NativeSteps:
         kv_spec = KVSpec(
             num_layers=spec.num_layers,
             num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
+            head_dim=decoder.kv_head_dim,
             block_size=BLOCK_SIZE,
             codec=codec,
         )

@@ -26,7 +26,7 @@ class Sequencer:
         kv_spec = KVSpec(
             num_layers=spec.num_layers,
             num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
+            head_dim=decoder.kv_head_dim,
             block_size=block_size,
             codec=codec,
         )

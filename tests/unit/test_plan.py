@@ -553,3 +553,47 @@ def test_pins_may_hold_more_blocks_where_blocks_are_small() -> None:
     assert raw.max_pinned_blocks == raw.num_blocks // 2
     assert int4.max_pinned_blocks > 3 * raw.max_pinned_blocks
     assert (raw.kv_format, int4.kv_format) == ("raw16", PRESETS["int4"])
+
+
+@pytest.mark.parametrize("codec", ["raw16", "int4", "mixed"])
+def test_fewer_dimensions_of_a_head_take_less_memory(codec: str) -> None:
+    """A quarter less in 16 bits, and almost a quarter in others: positions have their scales all the same."""
+    spec = make_spec(head_dim=64, ropes=(RopeSpec(base=10000.0, dim=64),))
+    sizes = {
+        kept: memory_estimate(
+            spec, codec=codec, context=1024, concurrency=2, block_size=64, kv_head_dim=kept
+        ).kv_bytes
+        for kept in (None, 48, 64)
+    }
+    assert sizes[64] == sizes[None]
+    assert 0.75 <= sizes[48] / sizes[None] < (0.751 if codec == "raw16" else 0.76)
+    options = {"memory_gib": 0.125, "kv_cache_dtype": codec, "weights": "int8"}
+    native_machine = dataclasses.replace(MACHINE, isa="avx2")
+    whole, reduced = (
+        plan_of(spec, native_machine, kv_head_dim=kept, **options) for kept in (None, 48)
+    )
+    assert (whole.kv_head_dim, reduced.kv_head_dim) == (0, 48)
+    assert kv_spec_of(whole, spec).head_dim == 64
+    assert kv_spec_of(reduced, spec).head_dim == 48
+    assert reduced.num_blocks / whole.num_blocks == pytest.approx(4 / 3, rel=0.03)
+    # What is saved is told against whole heads.
+    assert reduced.raw_block_bytes == whole.raw_block_bytes
+    assert "kv_head_dim=48" in reduced.one_line()
+    assert "kv_head_dim=all" in whole.one_line()
+
+
+def test_all_dimensions_of_a_head_are_no_reduction() -> None:
+    assert plan_of(kv_head_dim=16).kv_head_dim == 0
+
+
+@pytest.mark.parametrize("kept", [0, -8, 4, 20])
+def test_dimensions_that_no_block_has_are_refused(kept: int) -> None:
+    with pytest.raises(
+        ConfigError, match=f"--kv-head-dim must be a multiple of 8, received {kept}"
+    ):
+        plan_of(kv_head_dim=kept)
+
+
+def test_more_dimensions_than_a_head_has_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--kv-head-dim must be at most the 16 dimensions"):
+        plan_of(kv_head_dim=24)

@@ -29,6 +29,7 @@ struct ModelShape {
   int num_heads;
   int num_kv_heads;
   int head_dim;
+  int kv_head_dim;  // r, in which K and V are kept; D where layers have no reduction
   int intermediate;
   int vocab;
   float norm_eps;
@@ -36,6 +37,14 @@ struct ModelShape {
   float attention_scale;
   float attention_softcap;  // 0: none
   float logit_softcap;      // 0: none
+};
+
+// What brings a layer's heads to fewer dimensions and back; null pointers: nothing does. Letter r: the kept dimensions.
+struct HeadReduction {
+  const float* queries;  // (K, D, r) of the query heads of each KV head, after the rotary embedding
+  const float* keys;     // (K, D, r)
+  const float* values;   // (K, D, r)
+  const float* outputs;  // (K, r, D) of what the query heads of each KV head give
 };
 
 // Pointers into memory that outlives the model.
@@ -52,6 +61,7 @@ struct LayerWeights {
   PackedLinear gate_up;
   PackedLinear down;
   const float* post_mlp_norm;  // (hidden,) or null
+  HeadReduction reduction;
 };
 
 struct ModelWeights {
@@ -105,7 +115,7 @@ class Model {
   std::vector<RotarySpec> ropes_;
   ModelWeights weights_;
   Isa isa_;
-  HeadTurn turn_;                           // of queries and keys, where the codec asks for it
+  HeadTurn turn_;                           // of queries and keys as they are kept, where the codec asks for it
   std::vector<LinearShape> linear_shapes_;  // those that occur, each once
   std::vector<int> windows_;                // likewise
   std::unique_ptr<Buffers> buffers_;

@@ -3,6 +3,7 @@
 // A row is a few hundred to a few thousand floats and stays in the first-level cache; sums are float32 in 16 lanes.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "kvist/isa.h"
@@ -41,6 +42,9 @@ struct RowwiseKernels {
   // The way back: cosines across the runs, Walsh-Hadamard, signs.
   void (*turn_back)(float* head, const HeadTurn& turn);
   BestToken (*best_token)(const float* logits, int n);
+  // out = x matrix. x: `rows` rows of n values, a stride apart; matrix: (n, m) row-major; out: (rows, m), apart from x.
+  // A row's result does not depend on the others.
+  void (*project)(const float* x, std::ptrdiff_t stride, int rows, const float* matrix, int n, int m, float* out);
 };
 
 const RowwiseKernels& rowwise_kernels(Isa isa);

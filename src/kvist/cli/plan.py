@@ -50,6 +50,7 @@ def plan(
             "dtype",
             "kv_cache_dtype",
             "kv_precision",
+            "kv_head_dim",
             "block_size",
             "memory_gib",
             "cache_share",
@@ -72,6 +73,7 @@ def plan(
         context=context,
         concurrency=concurrency,
         block_size=config.cache.block_size,
+        kv_head_dim=config.cache.kv_head_dim,
         max_batch_tokens=config.scheduler.max_batch_tokens,
     )
     memory_bytes = _kv_memory_bytes(config, estimate, hardware)
@@ -126,8 +128,8 @@ def _document(
     if codec == "auto":
         codec = "raw16" if precision is None else "mixed"
     pinnable_bytes = int(memory_bytes * config.cache.pin_fraction)
-    block_size = config.cache.block_size
-    left_bytes = usable_bytes(spec, precision, block_size, memory_bytes) - pinnable_bytes
+    block_size, kept = config.cache.block_size, config.cache.kv_head_dim
+    left_bytes = usable_bytes(spec, precision, block_size, memory_bytes, kept) - pinnable_bytes
     return {
         "model": config.model.model,
         "parameters": estimate.num_parameters,
@@ -141,6 +143,7 @@ def _document(
         "num_heads": spec.num_heads,
         "num_kv_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim,
+        "kv_head_dim": config.cache.kv_head_dim or spec.head_dim,
         "weight_bytes": estimate.weight_bytes,
         "kv_bytes_per_token": estimate.token_bytes,
         "kv_bytes_per_request": estimate.request_bytes,
@@ -170,9 +173,12 @@ def _show(document: dict[str, Any]) -> None:  # Any: JSON values
     table.columns[1].justify = table.columns[2].justify = "right"
     rule = document["kv_precision"]
     codec = document["kv_cache_dtype"] if rule is None else KVPrecision.parse(rule).rest
+    kept = f"{document['kv_head_dim']}"
+    if document["kv_head_dim"] < document["head_dim"]:
+        kept += f" of {document['head_dim']}"
     per_token = (
         f"{document['num_layers']} layers x 2 x {document['num_kv_heads']} KV heads x "
-        f"{document['head_dim']} in {codec}{shared}"
+        f"{kept} in {codec}{shared}"
     )
     rows = (
         ("weights", "weight_bytes", f"{document['parameters']:,} values in {document['weights']}"),

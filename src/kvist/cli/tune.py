@@ -89,7 +89,7 @@ def tune(  # noqa: PLR0913  # one per option
     as_json: Annotated[
         bool, typer.Option("--json", help="print the figures as one line of JSON")
     ] = False,
-    config: Annotated[EngineConfig, Only("model", "weights", "dtype", "threads")],
+    config: Annotated[EngineConfig, Only("model", "weights", "dtype", "threads", "kv_head_dim")],
 ) -> None:
     """Measure what int8, int4 and int3 K and V cost: perplexity, divergence from 16 bits, agreement of tokens.
 
@@ -101,12 +101,19 @@ def tune(  # noqa: PLR0913  # one per option
             "[tune] --calibration-text and --no-calibration exclude each other",
             exit_code=EXIT_USAGE,
         )
+    if config.cache.kv_head_dim is not None and (generate or retrieval or profile):
+        fail(
+            "[tune] --kv-head-dim is measured by perplexity and divergence alone; leave out --generate, --retrieval "
+            "and --profile",
+            exit_code=EXIT_USAGE,
+        )
     shipped = resources.files("kvist.cli").joinpath(SHIPPED_DOCUMENT).read_text(encoding="utf-8")
     scored = _read(text, "--text")
     learnt = shipped if calibration_text is None else _read(calibration_text, "--calibration-text")
     ensure_available(config.model.model)
     # torch is slow to import
     from kvist.tune.profile import make_profile, save_profile  # noqa: PLC0415
+    from kvist.tune.reduced import measure_reduced  # noqa: PLC0415
     from kvist.tune.run import Measurement, measure  # noqa: PLC0415
 
     measurement = Measurement(
@@ -122,8 +129,12 @@ def tune(  # noqa: PLR0913  # one per option
         retrieval_prompts=retrieval_prompts,
         is_fresh=fresh,
     )
+    kept = config.cache.kv_head_dim
     with progress_bar() as on_progress:
-        document = measure(measurement, on_progress)
+        if kept is None:
+            document = measure(measurement, on_progress)
+        else:
+            document = measure_reduced(measurement, kept, on_progress)
     document = {"text": text.name, **document}
     if profile is not None:
         chosen = make_profile(document, max_loss)

@@ -1,7 +1,8 @@
 """What the rotated codecs know of a model: per layer and KV head, how K and V are turned before they are rounded.
 
 Responsible for the numbers, for turning rows there and back, for what follows from statistics (``from_statistics``) and
-for the file they are kept in. Where the statistics come from is not known here (``kvist.tune.calibration``).
+for what their file (``calibration_file``) has. Where the statistics come from is not known here
+(``kvist.tune.calibration``).
 
 An encoder of K may also know what an error costs (``KeyMetric``), and round one channel so that it makes up for the
 errors of those before it (``KVTransforms.feedback``). Queries are turned by their positions (RoPE), so what they look
@@ -11,9 +12,6 @@ to the start of the span, and turned to wherever a span is.
 A row x of K or V becomes ``y = (x - mean) diag(balance) R``. R is the same orthonormal matrix everywhere
 (``kvist.kernels.rotation``). ``balance`` makes channels alike that the
 model looks at with unlike care. V has no mean: subtracting one costs more than it gives (measured).
-
-A file of transforms is one safetensors file, read without running anything, with the metadata ``format``, ``version``,
-``fingerprint`` (of the model), ``text`` (a digest of what was read for it) and ``blake3`` (of everything else).
 
 Letters: L layers, K KV heads, D head dim.
 """
@@ -25,29 +23,29 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from blake3 import blake3
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
-from kvist.errors import ConfigError
-from kvist.files import replace_file
+from kvist.codecs.calibration_file import (
+    Calibration,
+    CalibrationKind,
+    load_calibration,
+    save_calibration,
+)
 from kvist.kernels import native
 from kvist.kernels.rotation import rotation
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float32]
 
-FORMAT = "kvist-kv-transforms"
-VERSION = 2
+KIND = CalibrationKind(where="transforms", version=2)
 DAMPING = 0.01
 """Share of its mean diagonal that a metric gets added before it is inverted."""
 FLOOR = 1e-4
 """Share of the mean importance and variance that a channel has at least; channels that are always 0 have none."""
-MAX_FILE_BYTES = 1 << 30
-"""A model of 100 layers with 8 KV heads of 256 dimensions needs 107 MB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -224,26 +222,19 @@ def save_transforms(path: Path, transforms: KVTransforms) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    assert transforms.key_metric is not None
-    lower = np.tril_indices(transforms.key_metric.metric.shape[-1])
-    tensors: dict[str, NDArray[Any]] = {
+    arrays: dict[str, NDArray[Any]] = {
         "mean": transforms.mean,
         "keys.balance": transforms.keys.balance,
-        "keys.metric": transforms.key_metric.metric[..., *lower],
-        "keys.frequencies": transforms.key_metric.frequencies,
         "values.balance": transforms.values.balance,
     }
-    # The library writes the memory of an array, whatever its strides say.
-    tensors = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-    metadata = {
-        "format": FORMAT,
-        "version": str(VERSION),
-        "fingerprint": transforms.fingerprint,
-        "text": transforms.text,
-    }
-    metadata["blake3"] = _checksum(metadata, tensors)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, save(tensors, metadata))
+    if transforms.key_metric is not None:
+        lower = np.tril_indices(transforms.key_metric.metric.shape[-1])
+        arrays["keys.metric"] = transforms.key_metric.metric[..., *lower]
+        arrays["keys.frequencies"] = transforms.key_metric.frequencies
+    calibration = Calibration(
+        fingerprint=transforms.fingerprint, text=transforms.text, arrays=arrays
+    )
+    save_calibration(path, KIND, calibration)
 
 
 def load_transforms(path: Path, fingerprint: str) -> KVTransforms:
@@ -257,54 +248,29 @@ def load_transforms(path: Path, fingerprint: str) -> KVTransforms:
         ConfigError: The file is missing or unreadable, is damaged or no file of transforms, or belongs to another
             model; the message says which, and what to do.
     """
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"[transforms] {path} is larger than {MAX_FILE_BYTES:,} bytes")
-        with safe_open(path, framework="numpy") as file:
-            metadata = dict(file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
-    except (OSError, SafetensorError, ValueError, TypeError) as error:
-        raise _unusable(path, f"cannot be read ({error})") from error
-    if metadata.get("format") != FORMAT:
-        raise _unusable(path, "is no file of transforms")
-    if metadata.get("version") != str(VERSION):
-        raise _unusable(path, f"has version {metadata.get('version')!r}, expected {VERSION}")
-    checksum = metadata.pop("blake3", None)
-    if checksum != _checksum(metadata, tensors):
-        raise _unusable(path, "is damaged: its checksum differs")
-    if metadata["fingerprint"] != fingerprint:
-        raise _unusable(path, "was made for another model")
+    calibration = load_calibration(path, KIND, fingerprint)
+    arrays = calibration.arrays
     try:
         return KVTransforms(
             fingerprint=fingerprint,
-            text=metadata["text"],
-            mean=tensors["mean"],
-            keys=RowTransform(balance=tensors["keys.balance"]),
-            values=RowTransform(balance=tensors["values.balance"]),
-            key_metric=_key_metric(tensors),
+            text=calibration.text,
+            mean=arrays["mean"],
+            keys=RowTransform(balance=arrays["keys.balance"]),
+            values=RowTransform(balance=arrays["values.balance"]),
+            key_metric=_key_metric(arrays),
         )
     except (KeyError, ValueError) as error:
-        raise _unusable(path, f"lacks {error}") from error
+        raise KIND.unusable(path, f"lacks {error}") from error
 
 
-def _key_metric(tensors: dict[str, NDArray[Any]]) -> KeyMetric:
-    packed, head_dim = tensors["keys.metric"], tensors["mean"].shape[-1]
+def _key_metric(arrays: Mapping[str, NDArray[Any]]) -> KeyMetric | None:
+    if "keys.metric" not in arrays:
+        return None
+    packed, head_dim = arrays["keys.metric"], arrays["mean"].shape[-1]
     rows, columns = np.tril_indices(head_dim)
     metric = np.empty((*packed.shape[:-1], head_dim, head_dim), np.float32)
     metric[..., rows, columns] = metric[..., columns, rows] = packed
-    return KeyMetric(metric=metric, frequencies=tensors["keys.frequencies"])
-
-
-def _unusable(path: Path, why: str) -> ConfigError:
-    return ConfigError(f"[transforms] {path} {why}; make it anew with kvist tune")
-
-
-def _checksum(metadata: dict[str, str], tensors: dict[str, NDArray[Any]]) -> str:
-    digest = blake3(repr(sorted(metadata.items())).encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
-        digest.update(tensor.tobytes())
-    return str(digest.hexdigest())
+    return KeyMetric(metric=metric, frequencies=arrays["keys.frequencies"])
 
 
 def _balance(importance: NDArray[np.float64], variance: NDArray[np.float64]) -> NDArray[np.float64]:

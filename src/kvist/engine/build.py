@@ -26,6 +26,7 @@ from kvist.engine.core import EngineCore
 from kvist.engine.guards import Guards
 from kvist.engine.recovery import Recovery
 from kvist.engine.refresh import Refresher
+from kvist.errors import ConfigError
 from kvist.kernels import native
 from kvist.model import catalog
 from kvist.model.loader import load_decoder
@@ -40,7 +41,7 @@ from kvist.sched.scheduler import Scheduler
 from kvist.storage.arena import BlockArena
 from kvist.storage.inspection import BlockInspector
 from kvist.storage.slabs import SlabArena
-from kvist.tune.start import profile_at_start, transforms_at_start
+from kvist.tune.start import profile_at_start, reduction_at_start, transforms_at_start
 from kvist.types import BlockId
 
 if TYPE_CHECKING:
@@ -87,17 +88,23 @@ def build_engine(config: EngineConfig, on_progress: Progress | None = None) -> A
     logger.info("[engine] %s", plan.one_line())
     tokenizer = load_tokenizer(resolved.path)
     fingerprint = model_fingerprint(resolved.path, spec)
-    transforms = None
+    # Before the weights and the blocks are there: a calibration needs memory for weights of its own.
+    left = int(hardware.available_bytes * CALIBRATION_MEMORY_FRACTION)
+    tell = on_progress or (lambda *_: None)
+    reduction = transforms = None
+    if plan.kv_head_dim:
+        torch.set_num_threads(plan.threads)
+        reduction = reduction_at_start(plan.kv_head_dim, resolved.path, spec, left, tell)
     if plan.transforms:
         torch.set_num_threads(plan.threads)
-        # Before the weights and the blocks are there: a calibration needs memory for weights of its own.
-        left = int(hardware.available_bytes * CALIBRATION_MEMORY_FRACTION)
         transforms = transforms_at_start(
-            plan.transforms, resolved.path, spec, left, on_progress or (lambda *_: None)
+            plan.transforms, resolved.path, spec, left, tell, reduction
         )
         if profile is not None:
             profile.check(transforms)
     decoder = load_model(plan, resolved.path, spec, fingerprint)
+    if reduction is not None:
+        decoder = decoder.reduced(reduction)
     core = assemble(plan, decoder, tokenizer, fingerprint, transforms)
     return AsyncEngine(core, tokenizer, plan)
 
@@ -139,16 +146,22 @@ def assemble(
 
     Args:
         plan: Its numbers are taken as they are.
-        decoder: Weights in ``plan.weights``, of the plan's plane.
+        decoder: Weights in ``plan.weights``, of the plan's plane; reduced where the plan says so.
         tokenizer: The model's.
         fingerprint: Identity of the weights; cached blocks are never shared between different ones.
         transforms: What int4 and int3 know of the model; None where the plan has neither.
 
     Raises:
-        ConfigError: The KV memory cannot be allocated, or there are no transforms and the plan needs them.
+        ConfigError: The KV memory cannot be allocated, there are no transforms and the plan needs them, or the decoder
+            keeps other dimensions of a head than the plan has memory for.
 
     Side effects: allocates the KV memory. The key of the cache's hashes is new and secret each time.
     """
+    kept = plan.kv_head_dim or decoder.spec.head_dim
+    if decoder.kv_head_dim != kept:
+        raise ConfigError(
+            f"[engine] expected a decoder that keeps {kept} dimensions of a head, received {decoder.kv_head_dim=}"
+        )
     # First, so that memory that is not there is refused before there is an object for each block of it.
     arena = _make_arena(plan, decoder, transforms)
     runner = make_runner(decoder, arena)
@@ -177,7 +190,7 @@ def assemble(
     return EngineCore(
         namespace=Namespace(
             model=fingerprint,
-            layout=f"{plan.plane}/{plan.weights}/{plan.dtype}/{plan.kv_format}",
+            layout=f"{plan.plane}/{plan.weights}/{plan.dtype}/{plan.kv_format}/{_kept_of(decoder)}",
         ),
         manager=manager,
         scheduler=scheduler,
@@ -186,6 +199,11 @@ def assemble(
         windows=sorted(set(plan.layer_windows) - {0}),
         guards=_make_guards(plan, manager, scheduler, decoder, arena),
     )
+
+
+def _kept_of(decoder: Decoder | NativeDecoder) -> str:
+    """Return what tells blocks of one reduction from those of another; of whole heads, nothing."""
+    return "" if decoder.reduction is None else decoder.reduction.digest
 
 
 def _make_arena(

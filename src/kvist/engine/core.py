@@ -298,7 +298,9 @@ class EngineCore:
                 self._runner.change_memory(self._manager.take_memory_ops())
             except MemoryError:
                 # The arena keeps what is left, and begins with it in the next step.
-                logger.warning("[engine] no memory is left to make cached blocks smaller with; it is done later")
+                logger.warning(
+                    "[engine] no memory is left to make cached blocks smaller with; it is done later"
+                )
         elif self._guards is not None:
             self._guards.run_once()
 

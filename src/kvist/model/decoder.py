@@ -25,6 +25,9 @@ from kvist.model.rotary import RotaryEmbedding, Rotation
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from kvist.kernels.batch import AttentionBatch
     from kvist.spec import LayerSpec, ModelSpec
 
@@ -75,12 +78,57 @@ class _Layer:
     post_mlp_norm: torch.Tensor | None
 
 
+class HeadReduction(Protocol):
+    """What brings heads to fewer dimensions; ``codecs.reduction.KVReduction`` is one, and says what the arrays are."""
+
+    @property
+    def kv_head_dim(self) -> int:
+        """Dimensions in which K and V are kept."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Of all numbers."""
+        ...
+
+    def arrays(self) -> dict[str, NDArray[np.float32]]:
+        """Return ``queries``, ``keys``, ``values`` and ``outputs``."""
+        ...
+
+
 class _Step(NamedTuple):
     """What attention needs in every layer."""
 
     batch: AttentionBatch
     arena: KVStore
     observer: AttentionObserver | None
+
+
+class _LayerReduction(NamedTuple):
+    """What brings one layer's heads to fewer dimensions and back; see ``codecs.reduction``."""
+
+    queries: torch.Tensor
+    """(H, D, r)."""
+    keys: torch.Tensor
+    """(K, D, r)."""
+    values: torch.Tensor
+    """(K, D, r)."""
+    outputs: torch.Tensor
+    """(H, r, D)."""
+
+    def reduce(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return (T, H, D) queries and (T, K, D) keys and values in r dimensions."""
+        return (
+            _through(queries, self.queries),
+            _through(keys, self.keys),
+            _through(values, self.values),
+        )
+
+    def restore(self, attended: torch.Tensor) -> torch.Tensor:
+        """Return (T, H, D) of what attention gave, (T, H, r)."""
+        return _through(attended, self.outputs)
 
 
 class Decoder:
@@ -90,12 +138,18 @@ class Decoder:
         spec: What to compute.
         weights: The tensors that ``layout.parts_of(spec)`` names as targets, all of one dtype and device. The decoder
             keeps them without copying.
+        reduction: Of the model; the blocks it is given are then of heads of ``kv_head_dim``. None: there is none.
 
     Raises:
         ModelLoadError: The spec asks for a partial rotary embedding, which no supported family has.
     """
 
-    def __init__(self, spec: ModelSpec, weights: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Mapping[str, torch.Tensor],
+        reduction: HeadReduction | None = None,
+    ) -> None:
         if any(rope.dim != spec.head_dim for rope in spec.ropes):
             raise ModelLoadError(
                 f"[decoder] rotary dimensions should equal {spec.head_dim=}, received "
@@ -113,6 +167,18 @@ class Decoder:
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.dtype).item()
         # QK-norm of all heads at once: normalise with unit weight, then multiply by each head's own.
         self._unit_weight = torch.ones(spec.head_dim, dtype=self.dtype)
+        self.reduction = reduction
+        """What keeps K and V in fewer dimensions; None: nothing does."""
+        self._reductions = _reductions(spec, reduction, self.dtype)
+
+    def reduced(self, reduction: HeadReduction) -> Decoder:
+        """Return a decoder of the same weights whose heads are kept in fewer dimensions."""
+        return Decoder(self.spec, self.weights, reduction)
+
+    @property
+    def kv_head_dim(self) -> int:
+        """Dimensions of a head that K and V are kept in."""
+        return self.spec.head_dim if self.reduction is None else self.reduction.kv_head_dim
 
     @property
     def dtype(self) -> torch.dtype:
@@ -191,6 +257,9 @@ class Decoder:
         if rotation is not None:
             queries_keys = dispatch.rope(queries_keys, rotation.cos, rotation.sin)
         queries, keys = queries_keys.split_with_sizes((spec.num_heads, spec.num_kv_heads), 1)
+        reduction = self._reductions[layer.index]
+        if reduction is not None:
+            queries, keys, values = reduction.reduce(queries, keys, values)
         if step.observer is not None:
             step.observer.see(layer.index, queries, keys, values)
         if arena.turns_keys:
@@ -204,6 +273,8 @@ class Decoder:
             window=layer.spec.window,
             softcap=spec.attention_softcap,
         )
+        if reduction is not None:
+            attended = reduction.restore(attended)
         update = layer.output(attended.flatten(1))
         if layer.post_attention_norm is not None:
             update = dispatch.rms_norm(update, layer.post_attention_norm, spec.norm_eps)
@@ -242,3 +313,48 @@ class Decoder:
             down=linear("down"),
             post_mlp_norm=weights.get(f"{prefix}post_mlp_norm"),
         )
+
+
+def _through(heads: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    """Return (T, heads, n) times (heads, n, m), contiguous."""
+    return torch.bmm(heads.transpose(0, 1), matrices).transpose(0, 1).contiguous()
+
+
+def _reductions(
+    spec: ModelSpec, reduction: HeadReduction | None, dtype: torch.dtype
+) -> tuple[_LayerReduction | None, ...]:
+    """Return the matrices of each layer.
+
+    Raises:
+        ModelLoadError: They are those of another model.
+    """
+    if reduction is None:
+        return (None,) * spec.num_layers
+    check_reduction(spec, reduction)
+    arrays = {name: torch.tensor(a, dtype=dtype) for name, a in reduction.arrays().items()}
+    for name in ("queries", "outputs"):
+        # One for each query head.
+        arrays[name] = arrays[name].repeat_interleave(spec.num_heads // spec.num_kv_heads, 1)
+    return tuple(
+        _LayerReduction(**{name: matrices[index] for name, matrices in arrays.items()})
+        for index in range(spec.num_layers)
+    )
+
+
+def check_reduction(spec: ModelSpec, reduction: HeadReduction) -> None:
+    """Refuse a reduction of another model.
+
+    Raises:
+        ModelLoadError: Its sizes are not those of the spec.
+    """
+    kept = reduction.kv_head_dim
+    narrow = (spec.num_layers, spec.num_kv_heads, spec.head_dim, kept)
+    expected = {
+        "queries": narrow,
+        "keys": narrow,
+        "values": narrow,
+        "outputs": (spec.num_layers, spec.num_kv_heads, kept, spec.head_dim),
+    }
+    shapes = {name: array.shape for name, array in reduction.arrays().items()}
+    if shapes != expected:
+        raise ModelLoadError(f"[decoder] a reduction should have {expected}, received {shapes}")

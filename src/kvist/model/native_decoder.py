@@ -17,6 +17,7 @@ import torch
 
 from kvist.errors import ModelLoadError
 from kvist.kernels import native
+from kvist.model.decoder import check_reduction
 from kvist.model.layout import EMBEDDING, FINAL_NORM, HEAD, parts_of, target_shapes
 from kvist.model.rotary import frequencies_of
 from kvist.spec import INT4_GROUP, head_kind, why_not_native
@@ -26,11 +27,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kvist.model.decoder import HeadReduction
     from kvist.spec import ModelSpec
     from kvist.storage.arena import BlockArena
     from kvist.storage.slabs import SlabArena
 
 _PROJECTIONS = ("qkv", "output", "gate_up", "down")
+_MATRICES = ("queries", "keys", "values", "outputs")
 _VECTORS = (
     "attention_norm",
     "query_norm",
@@ -75,16 +78,27 @@ class NativeDecoder:
         spec: What to compute.
         weights: As ``pack_weights`` returned them for the same spec.
         pool: The threads that compute.
+        reduction: Of the model; the blocks it is given are then of heads of ``kv_head_dim``. None: there is none.
 
     Raises:
         ModelLoadError: The native kernels do not cover the spec.
         KernelUnavailable: There are no native kernels here.
     """
 
-    def __init__(self, spec: ModelSpec, weights: PackedWeights, pool: Any) -> None:  # noqa: ANN401  # native.Pool
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: PackedWeights,
+        pool: Any,  # noqa: ANN401  # native.Pool
+        reduction: HeadReduction | None = None,
+    ) -> None:
         reason = why_not_native(spec)
         if reason:
             raise ModelLoadError(f"[decoder] {reason}")
+        if reduction is not None:
+            check_reduction(spec, reduction)
+        self.reduction = reduction
+        """What keeps K and V in fewer dimensions; None: nothing does."""
         self.spec = spec
         self._weights = weights
         self.pool = pool
@@ -100,6 +114,7 @@ class NativeDecoder:
                 "num_heads": spec.num_heads,
                 "num_kv_heads": spec.num_kv_heads,
                 "head_dim": spec.head_dim,
+                "kv_head_dim": spec.head_dim if reduction is None else reduction.kv_head_dim,
                 "intermediate": spec.intermediate_size,
                 "vocab": spec.vocab_size,
                 "norm_eps": spec.norm_eps,
@@ -115,6 +130,15 @@ class NativeDecoder:
             final_norm=weights.vectors[FINAL_NORM],
             head=(weights.linears[HEAD], None),
         )
+
+    def reduced(self, reduction: HeadReduction) -> NativeDecoder:
+        """Return a decoder of the same weights whose heads are kept in fewer dimensions."""
+        return NativeDecoder(self.spec, self._weights, self.pool, reduction)
+
+    @property
+    def kv_head_dim(self) -> int:
+        """Dimensions of a head that K and V are kept in."""
+        return self.spec.head_dim if self.reduction is None else self.reduction.kv_head_dim
 
     @property
     def num_bytes(self) -> int:
@@ -166,7 +190,13 @@ class NativeDecoder:
         layer: dict[str, Any] = {
             "rope": -1 if spec.rope_index is None else spec.rope_index,
             "window": spec.window or 0,
+            "reduction": None,
         }
+        if self.reduction is not None:
+            arrays = self.reduction.arrays()
+            layer["reduction"] = tuple(
+                np.ascontiguousarray(arrays[name][index]) for name in _MATRICES
+            )
         for name in _PROJECTIONS:
             bias = self._weights.vectors.get(f"{prefix}{name}.bias")
             layer[name] = (self._weights.linears[f"{prefix}{name}.weight"], bias)

@@ -23,7 +23,7 @@ from kvist.storage.arena import BlockArena
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvist.model.decoder import Decoder
+    from kvist.model.decoder import AttentionObserver, Decoder
     from kvist.spec import ModelSpec
 
 TOKENS = 4096
@@ -55,6 +55,30 @@ def calibrate(
     Raises:
         ConfigError: There is too little text, or the model computes numbers that are not finite from it.
     """
+    statistics = _Statistics(decoder)
+    observe(decoder, text, statistics, WINDOW, on_computed)
+    return statistics.transforms(value_importance(decoder), fingerprint, text_digest(*text))
+
+
+def observe(
+    decoder: Decoder,
+    text: tuple[Sequence[int], Sequence[int]],
+    observer: AttentionObserver,
+    window: int,
+    on_computed: Callable[[int, int], None] | None,
+) -> None:
+    """Compute a text, some tokens at a time, and show an observer what goes into attention.
+
+    Args:
+        decoder: The model.
+        text: As ``calibrate``.
+        observer: Who looks on; each piece of the text is one call for each layer, of whole spans from position 0.
+        window: Tokens that are computed as one text, if the model takes so many.
+        on_computed: As ``calibrate``.
+
+    Raises:
+        ConfigError: There is too little text.
+    """
     prefix, token_ids = text
     if len(token_ids) < MIN_TOKENS:
         raise ConfigError(
@@ -62,16 +86,14 @@ def calibrate(
             "give a longer file as --calibration-text"
         )
     spec = decoder.spec
-    statistics = _Statistics(spec)
     kv_spec = KVSpec(
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
+        head_dim=decoder.kv_head_dim,
         block_size=SPAN,
         codec="float32",
     )
-    window = max(SPAN, min(WINDOW, spec.max_context_len) // SPAN * SPAN)
-    taken = window - len(prefix)
+    taken = max(SPAN, min(window, spec.max_context_len) // SPAN * SPAN) - len(prefix)
     # A last piece that fills no span is left out.
     starts = range(0, len(token_ids) - SPAN + 1, taken)
     for start in starts:
@@ -85,10 +107,9 @@ def calibrate(
             block_size=SPAN,
         )
         with torch.inference_mode():
-            decoder.forward(torch.tensor(tokens), batch, arena, statistics)
+            decoder.forward(torch.tensor(tokens), batch, arena, observer)
         if on_computed is not None:
             on_computed(min(start + taken, len(token_ids)), len(token_ids))
-    return statistics.transforms(_value_importance(decoder), fingerprint, text_digest(*text))
 
 
 def text_digest(prefix: Sequence[int], token_ids: Sequence[int]) -> str:
@@ -100,17 +121,20 @@ def text_digest(prefix: Sequence[int], token_ids: Sequence[int]) -> str:
 class _Statistics:
     """Sums over the texts of a calibration; an ``AttentionObserver``. Each text is one call for each layer."""
 
-    def __init__(self, spec: ModelSpec) -> None:
-        shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
+    def __init__(self, decoder: Decoder) -> None:
+        spec = decoder.spec
+        shape = (spec.num_layers, spec.num_kv_heads, decoder.kv_head_dim)
         self._group = spec.num_heads // spec.num_kv_heads
         self._num_layers = spec.num_layers
         self._num_queries = self._num_keys = self._num_values = 0
         self._queries, self._key_spread, self._value_square, self._key_metric = (
-            np.zeros((*shape, spec.head_dim)) for _ in range(4)
+            np.zeros((*shape, decoder.kv_head_dim)) for _ in range(4)
         )
         self._key_sum = np.zeros(shape)
         self._spec = spec
         self._frequencies = _frequencies(spec)
+        # Each reduced head keeps pairs of its own, and a metric has the frequencies of a layer.
+        self._has_metric = decoder.reduction is None
 
     def see(
         self, layer_index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -128,7 +152,8 @@ class _Statistics:
         centred[:, 0, 0] = 0.0
         self._queries[layer_index] += _square(q)
         self._value_square[layer_index] += _square(v)
-        self._key_metric[layer_index] += self._seen_from_spans(layer_index, queries, k)
+        if self._has_metric:
+            self._key_metric[layer_index] += self._seen_from_spans(layer_index, queries, k)
         self._key_sum[layer_index] += k[:, 1:].double().sum(1).numpy()
         self._key_spread[layer_index] += _square(centred.flatten(1, 2))
         if layer_index == 0:
@@ -225,7 +250,9 @@ class _Statistics:
             key_metric=KeyMetric(
                 metric=(metric / self._num_keys).astype(np.float32),
                 frequencies=self._frequencies,
-            ),
+            )
+            if self._has_metric
+            else None,
         )
 
 
@@ -243,8 +270,11 @@ def _square(rows: torch.Tensor) -> np.ndarray:
     return product
 
 
-def _value_importance(decoder: Decoder) -> np.ndarray:
-    """Return (L, K, D, D): the sum of W^T W over the columns W of the output projection of each head of a group."""
+def value_importance(decoder: Decoder) -> np.ndarray:
+    """Return (L, K, D, D): the sum of W^T W over the columns W of the output projection of each head of a group.
+
+    Of a reduced decoder (L, K, r, r): what an error of a kept dimension costs.
+    """
     spec = decoder.spec
     shape = (-1, spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim)
     layers = []
@@ -252,4 +282,8 @@ def _value_importance(decoder: Decoder) -> np.ndarray:
         weight = decoder.weights[f"layers.{index}.output.weight"].float().view(shape)
         # (hidden, K, heads, D) -> (K, hidden * heads, D)
         layers.append(_square(weight.permute(1, 0, 2, 3).flatten(1, 2)))
-    return np.stack(layers)
+    importance: np.ndarray = np.stack(layers)
+    if decoder.reduction is not None:
+        outputs = decoder.reduction.arrays()["outputs"].astype(np.float64)
+        importance = outputs @ importance @ np.swapaxes(outputs, -1, -2)
+    return importance

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from kvist.codecs.reduction import KVReduction
     from kvist.codecs.transforms import KVTransforms
     from kvist.config import ModelConfig
     from kvist.spec import ModelSpec
@@ -125,7 +126,7 @@ def measure(measurement: Measurement, on_progress: Progress) -> dict[str, Any]: 
     tokenizer = load_tokenizer(measurement.path)
     prefix = tokenizer.encode("")
     tokens = tokenizer.encode(measurement.text, add_special_tokens=False)
-    windows = _cut(measurement, spec, prefix, tokens)
+    windows = cut_windows(measurement, spec, prefix, tokens)
     questions: list[Question] = []
     if measurement.retrieval:
         questions = read_questions(
@@ -184,12 +185,13 @@ def measure(measurement: Measurement, on_progress: Progress) -> dict[str, Any]: 
     }
 
 
-def obtain_transforms(
+def obtain_transforms(  # of what, from what
     path: Path,
     spec: ModelSpec,
     fingerprint: str,
     text: tuple[list[int], list[int]],
     on_progress: Progress,
+    reduction: KVReduction | None = None,
 ) -> KVTransforms:
     """Return a model's transforms: those of its file where it is sound and of this text, otherwise new ones.
 
@@ -199,6 +201,8 @@ def obtain_transforms(
         fingerprint: Its ``content_fingerprint``.
         text: What every sequence of the model begins with, and the tokens that the transforms are to be made from.
         on_progress: Is told how far the calibration is.
+        reduction: What keeps the model's heads in fewer dimensions, of which the transforms are to be; the fingerprint
+            is then that of ``reduced_fingerprint``. None: nothing does.
 
     Raises:
         ConfigError: There is too little text.
@@ -217,7 +221,7 @@ def obtain_transforms(
             logger.warning("[tune] %s", error)
     decoder = load_decoder(path, spec, torch.float32)
     transforms = calibrate(
-        decoder,
+        decoder if reduction is None else decoder.reduced(reduction),
         (prefix, token_ids),
         fingerprint,
         lambda done, total: on_progress("calibrating", done, total),
@@ -322,7 +326,7 @@ def _jobs(
     return jobs
 
 
-def _cut(
+def cut_windows(
     measurement: Measurement, spec: ModelSpec, prefix: list[int], tokens: list[int]
 ) -> list[list[int]]:
     """Return the windows: what every sequence of the model begins with, then tokens of the text, none twice."""

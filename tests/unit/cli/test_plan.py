@@ -18,7 +18,7 @@ KEYS = {
     "concurrency", "block_size", "num_layers", "num_heads",
     "num_kv_heads", "head_dim", "weight_bytes", "kv_bytes_per_token", "kv_bytes_per_request",
     "kv_bytes_per_request_windowed", "kv_bytes_total", "total_bytes", "memory_bytes", "requests_that_fit", "fits",
-    "pinnable_bytes", "cache_shares", "kv_precision", "kv_bytes_per_step",
+    "pinnable_bytes", "cache_shares", "kv_precision", "kv_head_dim", "kv_bytes_per_step",
 }  # fmt: skip
 
 
@@ -210,3 +210,12 @@ def test_several_codecs_are_promised_as_their_blocks_will_be(kvist):
     same = json.loads(kvist(*arguments, *rule, "--json").stdout)
     assert same["kv_bytes_per_request"] == document["kv_bytes_per_request"]
     assert same["kv_cache_dtype"] == "mixed"
+
+
+def test_fewer_dimensions_of_a_head_take_less():
+    whole = plan_json("--model", "llama-2-7b")
+    reduced = plan_json("--model", "llama-2-7b", "--kv-head-dim", "96")
+    assert (whole["kv_head_dim"], reduced["kv_head_dim"]) == (128, 96)
+    assert reduced["kv_bytes_total"] * 4 == whole["kv_bytes_total"] * 3
+    shown = CliRunner().invoke(app, ["plan", "--model", "llama-2-7b", "--kv-head-dim", "96"])
+    assert "96 of 128" in " ".join(shown.stdout.split())

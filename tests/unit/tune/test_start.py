@@ -15,8 +15,9 @@ from kvist.model.fingerprint import content_fingerprint
 from kvist.model.spec_readers import read_spec
 from kvist.tune import start
 from kvist.tune.profile import KVProfile, save_profile
+from kvist.tune.reduction import reduction_file
 from kvist.tune.run import transforms_file
-from kvist.tune.start import profile_at_start, transforms_at_start
+from kvist.tune.start import profile_at_start, reduction_at_start, transforms_at_start
 
 LARGE = 10**12
 
@@ -167,3 +168,68 @@ def test_the_profile_of_another_model_is_refused(checkpoints, tmp_path) -> None:
     config = EngineConfig.from_options(model=str(checkpoints[0]), kv_profile=file)
     with pytest.raises(ConfigError, match=r"another model.*, or leave out --kv-profile"):
         profile_at_start(config, checkpoints[0], read_spec(checkpoints[0]))
+
+
+def reduction_for(path, memory: int = LARGE):
+    news: list[tuple[str, int, int]] = []
+    spec = read_spec(path)
+    reduction = reduction_at_start(8, path, spec, memory, lambda *x: news.append(x))
+    return reduction, news
+
+
+def test_a_reduction_is_found_once_and_kept(checkpoints, caplog) -> None:
+    first, news = reduction_for(checkpoints[0])
+    assert (first.kv_head_dim, first.head_dim) == (8, 16)
+    assert news[-1][0] == "reducing heads to 8"
+    again, no_news = reduction_for(checkpoints[0])
+    assert no_news == []
+    assert again.digest == first.digest
+    file = reduction_file(first.fingerprint, 8)
+    file.write_bytes(file.read_bytes()[:-9] + b"otherwise")
+    with caplog.at_level(logging.WARNING):
+        anew, news = reduction_for(checkpoints[0])
+    assert "calibrating anew" in caplog.text
+    assert news
+    assert anew.digest == first.digest
+
+
+def test_a_reduction_of_another_model_is_not_taken(checkpoints, caplog) -> None:
+    first, _ = reduction_for(checkpoints[0])
+    other = content_fingerprint(checkpoints[1], read_spec(checkpoints[1]))
+    reduction_file(first.fingerprint, 8).rename(reduction_file(other, 8))
+    with caplog.at_level(logging.WARNING):
+        second, news = reduction_for(checkpoints[1])
+    assert "was made for another model" in caplog.text
+    assert news
+    assert second.fingerprint == other
+
+
+def test_a_reduction_needs_memory_or_a_file(checkpoints) -> None:
+    with pytest.raises(ConfigError, match="--kv-head-dim"):
+        reduction_for(checkpoints[0], 1000)
+
+
+def test_transforms_are_of_one_reduction(checkpoints) -> None:
+    """What is learnt of whole heads is not taken for reduced ones, nor the other way round."""
+    path = checkpoints[0]
+    spec = read_spec(path)
+    reduction, _ = reduction_for(path)
+    whole, _ = at_start("auto", path)
+    reduced = transforms_at_start("auto", path, spec, LARGE, lambda *_: None, reduction)
+    assert (whole.mean.shape[-1], reduced.mean.shape[-1]) == (16, 8)
+    assert whole.fingerprint != reduced.fingerprint
+    kept = transforms_at_start("auto", path, spec, 0, lambda *_: None, reduction)
+    assert kept.digest == reduced.digest
+    file = str(transforms_file(whole.fingerprint))
+    with pytest.raises(ConfigError, match="was made for another model"):
+        transforms_at_start(file, path, spec, LARGE, lambda *_: None, reduction)
+    none = transforms_at_start("none", path, spec, 0, lambda *_: None, reduction)
+    assert none.mean.shape[-1] == 8
+
+
+def test_a_profile_is_of_whole_heads(checkpoints, tmp_path) -> None:
+    path = checkpoints[0]
+    file = profile_of(path, tmp_path / "profile.json")
+    config = EngineConfig.from_options(model=str(path), kv_profile=file, kv_head_dim=8)
+    with pytest.raises(ConfigError, match="measured with K and V of whole heads"):
+        profile_at_start(config, path, read_spec(path))
