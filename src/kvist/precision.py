@@ -96,6 +96,11 @@ class KVPrecision:
                 sink = codec
             elif name == "rest" and rest is None:
                 rest = codec
+            elif name.startswith("layers"):
+                raise ConfigError(
+                    f"[precision] a block has one codec in all layers, received {part!r} in {text!r}; leave it out of "
+                    "--kv-precision (kvist tune --layers measures what it would gain)"
+                )
             else:
                 raise ConfigError(
                     f"[precision] expected 'sink=CODEC,recent:TOKENS=CODEC,...,rest=CODEC', received {part!r} in "
@@ -120,6 +125,22 @@ class KVPrecision:
     def has_spans(self) -> bool:
         """Whether blocks may come to be in a codec that encodes whole spans."""
         return not SPAN_CODEC_BITS.keys().isdisjoint(self.codecs)
+
+    def codec_at(self, index: int, num_tokens: int, block_size: int) -> str:
+        """Return the codec of a block that one sequence alone holds, between two steps.
+
+        Args:
+            index: Of the block in the sequence.
+            num_tokens: Tokens of the sequence that have been computed.
+            block_size: Tokens per block.
+        """
+        firsts = [max(0, num_tokens - length) // block_size for length, _ in self.windows]
+        if index == 0:
+            return self.sink if firsts[0] else LADDER[0]
+        for first, (_, codec) in zip(firsts, self.windows, strict=True):
+            if index >= first:
+                return codec
+        return self.rest
 
     def __str__(self) -> str:
         windows = [f"recent:{num_tokens}={codec}" for num_tokens, codec in self.windows]

@@ -65,3 +65,29 @@ def test_sink_is_never_in_a_codec_that_its_first_key_would_spoil(rest: str) -> N
 def test_what_is_no_rule_names_the_option(text: str) -> None:
     with pytest.raises(ConfigError, match="--kv-precision"):
         KVPrecision.parse(text)
+
+
+def test_layers_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"one codec in all layers, received 'layers:0-1=int8'"):
+        KVPrecision.parse("recent:64=raw16,layers:0-1=int8,rest=int4")
+
+
+@pytest.mark.parametrize(
+    ("index", "num_tokens", "codec"),
+    [
+        (0, 0, "raw16"),
+        (0, 4, "raw16"),
+        (0, 10, "int8"),
+        (0, 100, "int8"),
+        (1, 13, "raw16"),
+        (1, 14, "int8"),
+        (1, 21, "int8"),
+        (1, 22, "int4"),
+        (5, 22, "raw16"),
+    ],
+)
+def test_a_block_is_in_a_window_with_its_last_token(
+    index: int, num_tokens: int, codec: str
+) -> None:
+    rule = KVPrecision.parse("sink=int8,recent:6=raw16,recent:14=int8,rest=int4")
+    assert rule.codec_at(index, num_tokens, 4) == codec

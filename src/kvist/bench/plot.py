@@ -5,10 +5,9 @@ Responsible for the PNG; matplotlib is optional.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from kvist.errors import ConfigError
+from kvist.charts import blank_figure, require_matplotlib
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -18,18 +17,6 @@ if TYPE_CHECKING:
 
 NUM_COLUMNS = 3
 KVIST_COLOUR, OTHER_COLOUR = "#2a7de1", "#b0b7c3"
-
-
-def require_matplotlib() -> None:
-    """Raise unless a chart can be drawn.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            "[bench] --plot needs matplotlib, which is not installed; install it with pip install 'kvist[plot]'"
-        )
 
 
 def write_plot(
@@ -47,16 +34,10 @@ def write_plot(
         ConfigError: matplotlib is not installed.
         OSError: The file cannot be written.
     """
-    require_matplotlib()
-    # Optional and slow to import; without pyplot, so that nothing looks for a display or keeps figures alive.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
+    require_matplotlib("bench")
     num_columns = min(NUM_COLUMNS, len(rows))
     num_lines = -(-len(rows) // num_columns)
-    figure = Figure(figsize=(4.8 * num_columns, 3.6 * num_lines), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title)
+    figure = blank_figure(4.8 * num_columns, 3.6 * num_lines, title)
     for index, row in enumerate(rows):
         _bars(figure.add_subplot(num_lines, num_columns, index + 1), row, own_names)
     figure.savefig(path, format="png", dpi=120)

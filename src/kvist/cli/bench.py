@@ -20,9 +20,10 @@ from rich.table import Table
 from kvist.bench.check import Checker
 from kvist.bench.machine import busy_warning, machine_document
 from kvist.bench.measure import checked_prompts, measure, rows_of
-from kvist.bench.plot import require_matplotlib, write_plot
+from kvist.bench.plot import write_plot
 from kvist.bench.report import rows_document
 from kvist.bench.work import KV_CACHE, ROWS, Sizes, Workload, rows_named
+from kvist.charts import require_matplotlib
 from kvist.cli.child_server import child_server
 from kvist.cli.console import (
     EXIT_USAGE,
@@ -129,7 +130,7 @@ def peers(  # noqa: PLR0913  # one per option
     from kvist.bench.variants import PeerOption  # noqa: PLC0415  # 0.5 s that other commands need not wait for
 
     if plot is not None:
-        require_matplotlib()
+        require_matplotlib("bench")
     table_rows = rows_named([name.strip() for name in rows.split(",")])
     session = Session(
         config=config,

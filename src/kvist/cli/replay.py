@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvist.cache.eviction import STRATEGIES
+from kvist.charts import require_matplotlib
 from kvist.cli.console import (
     EXIT_USAGE,
     fail,
@@ -32,7 +33,7 @@ from kvist.replay.compare import BELADY, Timing, replay_belady, replay_trace
 from kvist.replay.cost import CostModel
 from kvist.replay.formats import block_size_of, load_trace, num_distinct_blocks
 from kvist.replay.metrics import Slo
-from kvist.replay.plot import label_of, require_matplotlib, write_plot
+from kvist.replay.plot import label_of, write_plot
 from kvist.replay.setting import Setting
 from kvist.replay.simulator import Load
 from kvist.sched.policy import POLICIES as SCHEDULES
@@ -150,7 +151,7 @@ def replay(  # noqa: PLR0913  # one per option
     if speedup is not None and concurrency is not None:
         _usage("--concurrency does not look at the recorded times; drop it or --speedup")
     if plot is not None:
-        require_matplotlib()
+        require_matplotlib("replay")
     timing = None
     if timed or given:
         timing = Timing(

@@ -126,6 +126,20 @@ class KVTransforms:
             parts += [self.key_metric.metric, self.key_metric.frequencies]
         return native.extension().KvTransforms(*map(np.ascontiguousarray, parts))
 
+    def of_layers(self, layers: NDArray[np.intp]) -> KVTransforms:
+        """Return those of some layers, as those of a model that has no others."""
+        metric = self.key_metric
+        if metric is not None:
+            metric = KeyMetric(metric=metric.metric[layers], frequencies=metric.frequencies[layers])
+        return KVTransforms(
+            fingerprint=self.fingerprint,
+            text=self.text,
+            mean=self.mean[layers],
+            keys=RowTransform(balance=self.keys.balance[layers]),
+            values=RowTransform(balance=self.values.balance[layers]),
+            key_metric=metric,
+        )
+
     def turn_queries(self, queries: Floats) -> Floats:
         """Return the (L, K, ..., D) vectors whose product with a turned key is the query's with the key minus mean."""
         scaled = queries / _along(self.keys.balance, queries)

@@ -5,10 +5,9 @@ Responsible for the PNG file. Needs matplotlib, which is the optional extra ``pl
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from kvist.errors import ConfigError
+from kvist.charts import blank_figure, require_matplotlib
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,18 +19,6 @@ _LATENCIES = ("ttft_s", "itl_s", "e2e_s")
 _SHOWN_PERCENTILES = ("p50", "p95", "p99")
 
 
-def require_matplotlib() -> None:
-    """Raise unless a plot can be written.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            "[replay] --plot needs matplotlib, which is not installed; install it with pip install 'kvist[plot]'"
-        )
-
-
 def write_plot(path: Path, runs: Sequence[Document], *, title: str) -> None:
     """Write a PNG: hit shares of all runs and, of those with a clock, latencies and goodput.
 
@@ -39,18 +26,10 @@ def write_plot(path: Path, runs: Sequence[Document], *, title: str) -> None:
         ConfigError: matplotlib is not installed.
         OSError: The file cannot be written.
     """
-    require_matplotlib()
-    # Optional and slow to import; without pyplot, so that nothing looks for a display or keeps figures alive.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
+    require_matplotlib("replay")
     timed = [run for run in runs if run["mode"] == "timed"]
     num_panels = 1 + (len(_LATENCIES) + 1 if timed else 0)
-    figure = Figure(
-        figsize=(4.5 * min(3, num_panels), 4 * -(-num_panels // 3)), layout="constrained"
-    )
-    FigureCanvasAgg(figure)
-    figure.suptitle(title)
+    figure = blank_figure(4.5 * min(3, num_panels), 4 * -(-num_panels // 3), title)
     num_rows, num_columns = -(-num_panels // 3), min(3, num_panels)
     panels = [figure.add_subplot(num_rows, num_columns, i + 1) for i in range(num_panels)]
     _bars(

@@ -3,9 +3,10 @@
 Responsible for the choice of a codec, for the file and for refusing one of another model. Knows neither how figures
 come about nor what an engine does with a codec.
 
-A profile is JSON: ``format``, ``version``, ``fingerprint`` (of the model), ``kv_cache_dtype`` (as the option of that
-name), ``transforms`` (the digest of those that int4 and int3 were measured with; empty without), ``max_loss``, ``text``
-(name of the file that was scored) and ``measured`` (the figures of each codec, as ``kvist tune --json`` prints them).
+A profile is JSON: ``format``, ``version``, ``fingerprint`` (of the model), ``kv_cache_dtype`` and ``kv_precision`` (as
+the options of these names; the second null unless the first is auto), ``transforms`` (the digest of those that int4 and
+int3 were measured with; empty without), ``wanted`` (what it was chosen for), ``text`` (name of the file that was
+scored) and ``measured`` (the figures of each setting, as ``kvist tune --json`` prints them).
 """
 
 from __future__ import annotations
@@ -16,36 +17,68 @@ from typing import TYPE_CHECKING, Any
 
 from kvist.errors import ConfigError
 from kvist.files import replace_file
-from kvist.spec import SPAN_CODEC_BITS
+from kvist.precision import PRESETS, KVPrecision
+from kvist.spec import GIB
+from kvist.tune.settings import Setting
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
     from kvist.codecs.transforms import KVTransforms
 
 FORMAT = "kvist-kv-profile"
-VERSION = 1
+VERSION = 2
 LOSSLESS = "raw16"
 MAX_FILE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a setting is chosen for; one of the two."""
+
+    max_loss: float | None = None
+    """The fewest bits, and the perplexity rises by that at most, as a fraction."""
+    budget_gib: float | None = None
+    """The least divergence, and K and V of the requests fit into that."""
+
+    def check(self) -> None:
+        """Refuse what is no number.
+
+        Raises:
+            TypeError: It is none, or there are none or two.
+        """
+        numbers = [number for number in (self.max_loss, self.budget_gib) if number is not None]
+        if len(numbers) != 1 or not isinstance(numbers[0], (int, float)):
+            raise TypeError(f"expected one number as what is wanted, received {numbers}")
+
+    def __str__(self) -> str:
+        if self.budget_gib is not None:
+            return f"the least loss in {self.budget_gib:g} GiB"
+        return f"perplexity up by {self.max_loss:.2%} at most"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KVProfile:
-    """The codec that was found good enough for a model, and why."""
+    """The codec or rule that was found good enough for a model, and why."""
 
     fingerprint: str
     """``content_fingerprint`` of the model."""
     kv_cache_dtype: str
-    """The codec, as ``--kv-cache-dtype``."""
+    """As the option of that name; ``auto`` where ``kv_precision`` says more."""
+    kv_precision: str | None
+    """The rule, as the option of that name; None where ``kv_cache_dtype`` says it."""
     transforms: str
     """Digest of the transforms that it was measured with; empty where it needs none."""
-    max_loss: float
-    """What the perplexity may rise by, as a fraction."""
+    wanted: Wanted
     text: str
     """Name of the file that was scored."""
     measured: tuple[dict[str, Any], ...]  # Any: JSON values
-    """Figures of each codec."""
+    """Figures of each setting."""
+
+    @property
+    def name(self) -> str:
+        """Of the setting."""
+        return self.kv_precision or self.kv_cache_dtype
 
     def check(self, transforms: KVTransforms) -> None:
         """Refuse transforms with which the codec was not measured.
@@ -55,37 +88,61 @@ class KVProfile:
         """
         if self.transforms and self.transforms != transforms.digest:
             raise ConfigError(
-                f"[profile] {self.kv_cache_dtype} was measured with other transforms than those of this start; "
+                f"[profile] {self.name} was measured with other transforms than those of this start; "
                 "run kvist tune --profile again, or leave --kv-profile"
             )
 
 
-def choose(codecs: Sequence[dict[str, Any]], max_loss: float) -> str:  # Any: JSON values
-    """Return the codec with the fewest bits whose perplexity rises by no more than ``max_loss``.
-
-    One standard error is added to what was measured. LOSSLESS where there is none.
+def choose(document: dict[str, Any], wanted: Wanted) -> str:  # Any: JSON values
+    """Return the name of the setting that is best for what is wanted.
 
     Args:
-        codecs: Figures, as ``kvist tune --json`` prints them.
-        max_loss: A fraction.
+        document: As ``run.measure`` returned it. Settings that no engine can start with, being emulated only, are
+            passed over.
+        wanted: With ``max_loss`` the setting with the fewest bits in a request, one standard error added to what was
+            measured; LOSSLESS where there is none. With ``budget_gib`` the one with the least divergence that fits.
+
+    Raises:
+        ConfigError: Nothing that was measured fits into the budget.
     """
-    good = [
-        codec
-        for codec in codecs
-        if codec["perplexity_delta"] + codec["perplexity_delta_se"] <= max_loss
-    ]
-    best = min(good, key=lambda codec: codec["bits_per_value"], default=None)
-    return LOSSLESS if best is None else str(best["name"])
+    servable = [codec for codec in document["codecs"] if "kv_bytes_total" in codec]
+    if wanted.budget_gib is None:
+        assert wanted.max_loss is not None
+        good = [
+            codec
+            for codec in servable
+            if codec["perplexity_delta"] + codec["perplexity_delta_se"] <= wanted.max_loss
+        ]
+        best = min(good, key=lambda codec: codec["request_bits_per_value"], default=None)
+        return LOSSLESS if best is None else str(best["name"])
+    if document["reference"]["fits"]:
+        return LOSSLESS
+    fitting = [codec for codec in servable if codec["fits"]]
+    best = min(fitting, key=lambda codec: codec["kl"], default=None)
+    if best is None:
+        least = min((codec["kv_bytes_total"] for codec in servable), default=0)
+        raise ConfigError(
+            f"[profile] {document['concurrency']} requests of {document['context']:,} tokens do not fit into "
+            f"--budget-gib {wanted.budget_gib:g}: the smallest of what was measured takes {least / GIB:.3f} and a "
+            "little more between blocks; raise it, or lower --context or --concurrency, or add int3 to --codecs"
+        )
+    return str(best["name"])
 
 
-def make_profile(document: dict[str, Any], max_loss: float) -> KVProfile:  # Any: JSON values
-    """Return the profile that follows from what ``run.measure`` returned."""
-    codec = choose(document["codecs"], max_loss)
+def make_profile(document: dict[str, Any], wanted: Wanted) -> KVProfile:  # Any: JSON values
+    """Return the profile that follows from what ``run.measure`` returned.
+
+    Raises:
+        ConfigError: As ``choose``.
+    """
+    setting = Setting.parse(choose(document, wanted))
+    is_rule = setting.rule is not None and setting.name not in PRESETS
     return KVProfile(
         fingerprint=document["fingerprint"],
-        kv_cache_dtype=codec,
-        transforms=document["transforms"] if codec in SPAN_CODEC_BITS else "",
-        max_loss=max_loss,
+        kv_cache_dtype="auto" if is_rule else setting.name,
+        kv_precision=setting.name if is_rule else None,
+        transforms=document["transforms"] if setting.needs_transforms else "",
+        wanted=wanted,
         text=document["text"],
         measured=tuple(document["codecs"]),
     )
@@ -129,21 +186,30 @@ def load_profile(path: Path, fingerprint: str) -> KVProfile:
 
 
 def _from_document(path: Path, document: dict[str, Any]) -> KVProfile:  # Any: JSON values
-    kinds: dict[str, type | tuple[type, ...]] = {
-        "fingerprint": str,
-        "kv_cache_dtype": str,
-        "transforms": str,
-        "max_loss": (int, float),
-        "text": str,
-        "measured": list,
+    kinds: dict[str, tuple[type, ...]] = {
+        "fingerprint": (str,),
+        "kv_cache_dtype": (str,),
+        "kv_precision": (str, type(None)),
+        "transforms": (str,),
+        "wanted": (dict,),
+        "text": (str,),
+        "measured": (list,),
     }
     if set(document) != set(kinds) or not all(
         isinstance(document[name], kind) for name, kind in kinds.items()
     ):
         raise _unusable(path, f"should hold {', '.join(kinds)}")
-    if document["kv_cache_dtype"] not in {LOSSLESS, "int8", *SPAN_CODEC_BITS}:
-        raise _unusable(path, f"names the codec {document['kv_cache_dtype']!r}, which there is not")
-    return KVProfile(**{**document, "measured": tuple(document["measured"])})
+    codec, rule = document["kv_cache_dtype"], document["kv_precision"]
+    if codec not in ({LOSSLESS, "int8", *PRESETS} if rule is None else {"auto"}):
+        raise _unusable(path, f"names the codec {codec!r}, which there is not")
+    try:
+        if rule is not None:
+            KVPrecision.parse(rule)
+        wanted = Wanted(**document["wanted"])
+        wanted.check()
+    except (ConfigError, TypeError) as error:
+        raise _unusable(path, f"cannot be understood ({error})") from error
+    return KVProfile(**{**document, "wanted": wanted, "measured": tuple(document["measured"])})
 
 
 def _unusable(path: Path, why: str) -> ConfigError:

@@ -3,20 +3,21 @@
 Responsible for scoring windows of a text and for adding scores up. A window is computed several times with the same
 weights by the same kernels, side by side, and only K and V differ. Knows neither files nor the command line.
 
-A codec that the kernels read is measured as it runs: K and V are in int8 from the moment they are written, those of the
-query's own block as well; a block is encoded in int4 or int3 when it is complete, and before that it is in raw16. Any
-other codec is emulated: as soon as a block is complete, its K and V are replaced by what the codec's readable version
-makes of them, in all layers; the query's own block is as the reference has it. The block that begins a sequence goes to
-SINK_CODEC where the codec takes none (int4, int3).
+What the kernels read is measured as it runs: K and V are in int8 from the moment they are written, those of the query's
+own block as well; by a rule (int4, int3, mixed, or a user's) blocks are written in raw16 and encoded as they leave its
+windows. Anything else is emulated: when a block changes, its K and V are replaced by what the codec's readable version
+makes of them; the query's own block is as the reference has it.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from kvist.codecs import registry
@@ -25,9 +26,11 @@ from kvist.errors import ConfigError
 from kvist.kernels.batch import AttentionBatch
 from kvist.kernels.kv_rows import turn, turn_back
 from kvist.model.native_decoder import StepSequence
+from kvist.precision import LADDER
 from kvist.spec import KVSpec
 from kvist.storage.arena import BlockArena
 from kvist.storage.slabs import SlabArena
+from kvist.tune.settings import Setting, sink_of
 from kvist.types import BlockId, MemoryOp
 
 if TYPE_CHECKING:
@@ -41,9 +44,9 @@ if TYPE_CHECKING:
 
 ROTATED_CODECS: dict[str, RotatedCodec] = {codec.name: codec for codec in (INT4, INT3)}
 CODECS = ("raw16", "int8", *ROTATED_CODECS)
-"""What can be measured."""
-SINK_CODEC = "int8"
-"""Of the block that begins a sequence, beside int4 and int3."""
+"""What can be measured by itself, beside the rules of ``precision.PRESETS``."""
+FIRST_RANGE = 2048
+"""Positions that figures are told of together; after them as many as are before."""
 _SLAB_BLOCKS = 64
 """Blocks of room for what moves between slabs."""
 
@@ -51,6 +54,8 @@ if TYPE_CHECKING:
     Arena = BlockArena | SlabArena
     Emulation = Callable[[Rows, int], "Emulated"]
     """What a codec makes of a block that starts at a position."""
+    Parts = dict[int, "Score"]
+    """By the first position of a range (``range_start``)."""
 
 
 class Emulated(NamedTuple):
@@ -148,8 +153,8 @@ class Computer(Protocol):
         """Lossy codecs that it reads by itself."""
         ...
 
-    def cache(self, codec: str, num_blocks: int, transforms: KVTransforms) -> Cache:
-        """Return room for a sequence in a codec of ``readable``."""
+    def cache(self, name: str, num_blocks: int, transforms: KVTransforms) -> Cache:
+        """Return room for a sequence in a setting whose codecs are all ``readable``."""
         ...
 
     def logits(
@@ -197,22 +202,23 @@ class _RowCache:
         return 0
 
 
-class _SpanCache:
-    """Blocks that are written in raw16 and encoded when they are complete."""
+class _RuleCache:
+    """Blocks that are written in raw16 and change by a rule."""
 
-    def __init__(self, arena: SlabArena, codec: str) -> None:
+    def __init__(self, arena: SlabArena, setting: Setting) -> None:
         self.arena = arena
-        self._codec = codec
+        self._setting = setting
 
     def open(self, index: int) -> None:
         """Have a block to write to."""
         self.arena.apply([MemoryOp("allocate", BlockId(index), self.arena.kv_spec.codec)])
 
     def seal(self, index: int) -> int:
-        """Encode it."""
+        """Encode what leaves a window."""
         before = self.arena.stats().num_held_rows
-        codec = self._codec if index else SINK_CODEC
-        self.arena.apply([MemoryOp("demote", BlockId(index), codec, block_index=index)])
+        for block, codec in self._setting.changes(index):
+            op = MemoryOp("demote", BlockId(block), codec, block_index=block)
+            self.arena.apply([op])
         return self.arena.stats().num_held_rows - before
 
 
@@ -230,9 +236,9 @@ class TorchComputer:
         self.spec = decoder.spec
         self._decoder = decoder
 
-    def cache(self, codec: str, num_blocks: int, transforms: KVTransforms) -> Cache:  # noqa: ARG002
+    def cache(self, name: str, num_blocks: int, transforms: KVTransforms) -> Cache:  # noqa: ARG002
         """Return room for a sequence; see ``Computer``."""
-        return _RowCache(_arena(self.spec, codec, num_blocks))
+        return _RowCache(_arena(self.spec, name, num_blocks))
 
     def logits(
         self, start: int, chunk: tuple[int, ...], tables: Sequence[range], arena: Arena
@@ -262,24 +268,24 @@ class NativeComputer:
 
     def __init__(self, decoder: NativeDecoder) -> None:
         self.spec = decoder.spec
-        self._decoder = decoder
+        self.decoder = decoder
 
-    def cache(self, codec: str, num_blocks: int, transforms: KVTransforms) -> Cache:
+    def cache(self, name: str, num_blocks: int, transforms: KVTransforms) -> Cache:
         """Return room for a sequence; see ``Computer``."""
-        if codec not in ROTATED_CODECS:
-            return _RowCache(_arena(self.spec, codec, num_blocks))
-        kv_spec = _kv_spec(self.spec, self.reference)
+        setting = Setting.parse(name)
+        if setting.rule is None:
+            return _RowCache(_arena(self.spec, name, num_blocks))
+        kv_spec = block_spec(self.spec, self.reference)
         num_bytes = (num_blocks + _SLAB_BLOCKS) * kv_spec.block_bytes
-        codecs = (self.reference, SINK_CODEC, codec)
-        arena = SlabArena(kv_spec, codecs, num_bytes, self._decoder.pool, transforms)
-        return _SpanCache(arena, codec)
+        arena = SlabArena(kv_spec, setting.codecs, num_bytes, self.decoder.pool, transforms)
+        return _RuleCache(arena, setting)
 
     def logits(
         self, start: int, chunk: tuple[int, ...], tables: Sequence[range], arena: Arena
     ) -> torch.Tensor:
         """Return the scores of some tokens; see ``Computer``. They are overwritten by the next call."""
         sequences = [StepSequence(start, chunk, tuple(table), len(chunk)) for table in tables]
-        step = self._decoder.step(sequences, arena)
+        step = self.decoder.step(sequences, arena)
         if step.damaged_rows:
             raise ConfigError(
                 f"[tune] the model computed K or V that is not finite at position {start + step.damaged_rows[0]}; "
@@ -296,35 +302,56 @@ def bits_per_value(codec: str, head_dim: int) -> float:
     return registry.get(codec).bits_per_value(head_dim)
 
 
+def is_read(setting: Setting, computer: Computer) -> bool:
+    """Return whether a model computes with a setting by itself, and it need not be emulated."""
+    lossy = set(setting.codecs) - {computer.reference}
+    return not setting.layers and bool(lossy) and lossy <= set(computer.readable)
+
+
+def range_start(position: int) -> int:
+    """Return where the range begins that figures of a position are told in: 0, FIRST_RANGE, twice that and so on."""
+    start = 0
+    while position >= (2 * start or FIRST_RANGE):
+        start = 2 * start or FIRST_RANGE
+    return start
+
+
+def range_starts(num_tokens: int) -> list[int]:
+    """Return where the ranges of so many positions begin."""
+    return sorted({range_start(position) for position in range(0, num_tokens, SPAN)})
+
+
 def score_window(
     computer: Computer,
     transforms: KVTransforms,
     tokens: Sequence[int],
-    codecs: Sequence[str],
+    names: Sequence[str],
     on_computed: Callable[[int], None],
-) -> dict[str, Score]:
-    """Return the score of a text in each codec.
+) -> dict[str, Parts]:
+    """Return the score of a text in each setting, by ranges of positions.
 
     Args:
         computer: The model.
         transforms: Of the model, for the codecs that need them.
         tokens: The text.
-        codecs: Names.
-        on_computed: Is told, now and then, how many more tokens are done in all codecs.
+        names: Of settings.
+        on_computed: Is told, now and then, how many more tokens are done in all of them.
     """
-    scores = dict.fromkeys(codecs, Score())
-    for chunk in side_by_side(computer, transforms, tokens, codecs, on_computed):
+    scores: dict[str, Parts] = {name: defaultdict(Score) for name in names}
+    for chunk in side_by_side(computer, transforms, tokens, names, on_computed):
         targets = torch.tensor(tokens[chunk.start + 1 : chunk.start + 1 + SPAN])
         rows = slice(len(targets))
-        scores[chunk.codec] += compare(chunk.reference[rows], chunk.logprobs[rows], targets)
-        scores[chunk.codec] += Score(num_held=chunk.num_held)
+        part = range_start(chunk.start)
+        scores[chunk.name][part] += compare(chunk.reference[rows], chunk.logprobs[rows], targets)
+        scores[chunk.name][part] += Score(num_held=chunk.num_held)
     return scores
 
 
 class Chunk(NamedTuple):
     """What comes after each of some tokens, with a codec and without."""
 
-    codec: str
+    name: str
+    """Of the setting."""
     start: int
     """Position of the first of them."""
     reference: torch.Tensor
@@ -338,32 +365,32 @@ def side_by_side(
     computer: Computer,
     transforms: KVTransforms,
     tokens: Sequence[int],
-    codecs: Sequence[str],
+    names: Sequence[str],
     on_computed: Callable[[int], None],
 ) -> Iterator[Chunk]:
-    """Compute a text in each codec, SPAN tokens after SPAN tokens; see ``score_window``."""
-    spec = computer.spec
-    emulated = [name for name in codecs if name not in computer.readable]
-    through = {name: emulation(name, transforms) for name in emulated}
-    sink = {name: _sink(name, transforms) for name in emulated}
+    """Compute a text in each setting, SPAN tokens after SPAN tokens; see ``score_window``."""
+    settings = [Setting.parse(name) for name in names]
+    emulated = [setting for setting in settings if not is_read(setting, computer)]
     num_blocks = -(-len(tokens) // SPAN)
-    shared = _arena(spec, computer.reference, (1 + len(emulated)) * num_blocks)
+    shared = _arena(computer.spec, computer.reference, (1 + len(emulated)) * num_blocks)
     own = {
-        name: computer.cache(name, num_blocks, transforms)
-        for name in codecs
-        if name in computer.readable
+        setting.name: computer.cache(setting.name, num_blocks, transforms)
+        for setting in settings
+        if is_read(setting, computer)
     }
     # As sequences of one batch. The first one stays as it is.
     tables = [range(i * num_blocks, (i + 1) * num_blocks) for i in range(1 + len(emulated))]
+    copies = {
+        setting.name: _EmulatedBlocks(shared, table, setting, transforms)
+        for setting, table in zip(emulated, tables[1:], strict=True)
+    }
     for index in range(num_blocks):
         start = index * SPAN
         chunk = tuple(tokens[start : start + SPAN])
         logits = computer.logits(start, chunk, tables, shared)
         reference = logits[0].log_softmax(-1)
-        for name, table, row in zip(emulated, tables[1:], logits[1:], strict=True):
-            num_held = 0
-            if len(chunk) == SPAN:
-                num_held = _replace(shared, table, index, through[name] if index else sink[name])
+        for (name, copy), row in zip(copies.items(), logits[1:], strict=True):
+            num_held = copy.seal(index) if len(chunk) == SPAN else 0
             yield Chunk(name, start, reference, row.log_softmax(-1), num_held)
         for name, cache in own.items():
             cache.open(index)
@@ -400,9 +427,41 @@ def emulation(codec: str, transforms: KVTransforms) -> Emulation:
     return partial(_through_rows, registry.get(codec))
 
 
-def _sink(codec: str, transforms: KVTransforms) -> Emulation:
-    """Return what becomes of a block that begins a sequence."""
-    return emulation(SINK_CODEC if codec in ROTATED_CODECS else codec, transforms)
+class _EmulatedBlocks:
+    """The blocks of a sequence that change in place, as a setting has it."""
+
+    def __init__(
+        self, arena: BlockArena, table: Sequence[int], setting: Setting, transforms: KVTransforms
+    ) -> None:
+        self._arena, self._table = arena, table
+        self._setting = setting
+        self._through = {codec: emulation(codec, transforms) for codec in setting.codecs}
+        if setting.layers:
+            self._through = {setting.name: partial(_through_layers, setting.layers, transforms)}
+
+    def seal(self, index: int) -> int:
+        """Take note that a block is complete; return how many values codecs held within their reach."""
+        return sum(
+            _replace(self._arena, self._table, block, self._through[codec])
+            for block, codec in self._setting.changes(index)
+        )
+
+
+def _through_layers(
+    layers: Sequence[str], transforms: KVTransforms, rows: Rows, start: int
+) -> Emulated:
+    """Return what a codec for each layer makes of a block; LADDER[0] leaves a layer as it is."""
+    keys, values, num_held = rows.keys.copy(), rows.values.copy(), 0
+    by_codec: dict[str, list[int]] = defaultdict(list)
+    for layer, codec in enumerate(layers):
+        by_codec[codec if start else sink_of(codec)].append(layer)
+    by_codec.pop(LADDER[0], None)
+    for codec, indices in by_codec.items():
+        through = emulation(codec, transforms.of_layers(np.asarray(indices)))
+        emulated = through(Rows(rows.keys[indices], rows.values[indices]), start)
+        keys[indices], values[indices] = emulated.rows
+        num_held += emulated.num_held
+    return Emulated(Rows(keys, values), num_held)
 
 
 def _through_spans(
@@ -432,10 +491,11 @@ def _replace(arena: BlockArena, table: Sequence[int], index: int, through: Emula
 
 
 def _arena(spec: ModelSpec, codec: str, num_blocks: int) -> BlockArena:
-    return BlockArena(_kv_spec(spec, codec), num_blocks)
+    return BlockArena(block_spec(spec, codec), num_blocks)
 
 
-def _kv_spec(spec: ModelSpec, codec: str) -> KVSpec:
+def block_spec(spec: ModelSpec, codec: str) -> KVSpec:
+    """Return the shape of a block of SPAN tokens."""
     return KVSpec(
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,

@@ -89,7 +89,9 @@ def profile_at_start(
             f"{cache.kv_head_dim}; leave out one of them, or give the codec as --kv-cache-dtype"
         )
     profile = load_profile(Path(cache.kv_profile), content_fingerprint(path, spec))
-    chosen = dataclasses.replace(cache, kv_cache_dtype=profile.kv_cache_dtype)
+    chosen = dataclasses.replace(
+        cache, kv_cache_dtype=profile.kv_cache_dtype, kv_precision=profile.kv_precision
+    )
     return dataclasses.replace(config, cache=chosen), profile
 
 

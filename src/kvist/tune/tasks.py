@@ -15,9 +15,8 @@ from blake3 import blake3
 
 from kvist.codecs.rotated import SPAN
 from kvist.errors import ConfigError
-from kvist.spec import KVSpec
 from kvist.storage.arena import BlockArena
-from kvist.tune.quality import Score, side_by_side
+from kvist.tune.quality import Score, block_spec, side_by_side
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -65,16 +64,16 @@ def greedy_score(
     computer: Computer,
     transforms: KVTransforms,
     text: Continuation,
-    codecs: Sequence[str],
+    names: Sequence[str],
     on_computed: Callable[[int], None],
 ) -> dict[str, Score]:
-    """Return how much of a greedy continuation stays the same in each codec; arguments as ``score_window``."""
+    """Return how much of a greedy continuation stays the same in each setting; arguments as ``score_window``."""
     prompt, num_tokens = text.prompt, text.num_tokens
     tokens = [*prompt, *continuation(computer, prompt, num_tokens)]
-    is_same = {name: np.ones(len(tokens) - 1, bool) for name in codecs}
-    for chunk in side_by_side(computer, transforms, tokens[:-1], codecs, on_computed):
+    is_same = {name: np.ones(len(tokens) - 1, bool) for name in names}
+    for chunk in side_by_side(computer, transforms, tokens[:-1], names, on_computed):
         same = (chunk.reference.argmax(-1) == chunk.logprobs.argmax(-1)).numpy()
-        is_same[chunk.codec][chunk.start : chunk.start + len(same)] = same
+        is_same[chunk.name][chunk.start : chunk.start + len(same)] = same
     scores = {}
     for name, same in is_same.items():
         generated = same[len(prompt) - 1 :]
@@ -85,14 +84,7 @@ def greedy_score(
 
 def continuation(computer: Computer, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """Return what the model generates when it takes the most probable token each time, without a codec."""
-    spec = computer.spec
-    kv_spec = KVSpec(
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        block_size=SPAN,
-        codec=computer.reference,
-    )
+    kv_spec = block_spec(computer.spec, computer.reference)
     arena = BlockArena(kv_spec, kv_spec.num_blocks_for(len(prompt) + num_tokens))
     table = [range(arena.num_blocks)]
     generated: list[int] = []
@@ -111,18 +103,18 @@ def retrieval_score(
     computer: Computer,
     transforms: KVTransforms,
     text: Question,
-    codecs: Sequence[str],
+    names: Sequence[str],
     on_computed: Callable[[int], None],
 ) -> dict[str, Score]:
-    """Return whether the model answers a question exactly, in each codec and without; see ``score_window``."""
+    """Return whether the model answers a question exactly, in each setting and without; see ``score_window``."""
     tokens, first = text.tokens, len(text.prompt) - 1
-    is_right = {name: np.ones((2, len(tokens) - 1), bool) for name in codecs}
+    is_right = {name: np.ones((2, len(tokens) - 1), bool) for name in names}
     expected = np.asarray(tokens[1:])
-    for chunk in side_by_side(computer, transforms, tokens[:-1], codecs, on_computed):
+    for chunk in side_by_side(computer, transforms, tokens[:-1], names, on_computed):
         for row, logprobs in enumerate((chunk.reference, chunk.logprobs)):
             best = logprobs.argmax(-1).numpy()
             positions = slice(chunk.start, chunk.start + len(best))
-            is_right[chunk.codec][row, positions] = best == expected[positions]
+            is_right[chunk.name][row, positions] = best == expected[positions]
     return {
         name: Score(
             asked=1,

@@ -27,8 +27,11 @@ from kvist.tune.quality import (
     bits_per_value,
     compare,
     emulation,
+    range_start,
+    range_starts,
     score_window,
 )
+from kvist.tune.settings import of_layers, single_layer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     from kvist.tune.quality import Computer
 
 TOKENS = random_prompt(4 * SPAN)
+RULE = "sink=raw16,recent:64=raw16,recent:128=int8,rest=int4"
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +75,8 @@ def native_computer(decoder: Decoder) -> NativeComputer:
 def scored(
     computer: Computer, transforms: KVTransforms, codecs: Sequence[str], tokens: list[int] = TOKENS
 ) -> dict[str, Score]:
-    return score_window(computer, transforms, tokens, codecs, lambda _: None)
+    parts = score_window(computer, transforms, tokens, codecs, lambda _: None)
+    return {name: sum(scores.values(), start=Score()) for name, scores in parts.items()}
 
 
 def test_the_same_codec_scores_as_the_same(computer: Computer, transforms: KVTransforms) -> None:
@@ -130,6 +135,67 @@ def test_native_kernels_read_blocks_as_the_engine_has_them(
         arena.head(index, SPAN).zero_()
         assert cache.seal(index) == 0
     assert [arena.codec_of(index) for index in range(3)] == ["int8", "int4", "int4"]
+
+
+def test_blocks_of_a_rule_change_as_they_grow_older(
+    decoder: Decoder, transforms: KVTransforms
+) -> None:
+    if not native.available():
+        pytest.skip(native.why_not())
+    cache = native_computer(decoder).cache(RULE, 4, transforms)
+    arena = cache.arena
+    assert isinstance(arena, SlabArena)
+    codecs = []
+    for index in range(4):
+        cache.open(index)
+        arena.head(index, SPAN).zero_()
+        cache.seal(index)
+        codecs.append([arena.codec_of(block) for block in range(index + 1)])
+    assert codecs == [
+        ["raw16"],
+        ["raw16", "raw16"],
+        ["raw16", "int8", "raw16"],
+        ["raw16", "int4", "int8", "raw16"],
+    ]
+
+
+def test_a_rule_loses_less_than_its_smallest_codec(
+    computer: Computer, transforms: KVTransforms
+) -> None:
+    scores = scored(computer, transforms, [RULE, "int4"])
+    assert 0.0 < scores[RULE].kl < 0.7 * scores["int4"].kl
+    # While everything is within the first window nothing is lost, but that native kernels keep keys turned by a rule.
+    recent = "recent:256=raw16,rest=int4"
+    kept = scored(computer, transforms, [recent])[recent].kl
+    assert kept < 0.5 * scores["int4"].kl if computer.readable else kept == 0.0
+
+
+def test_a_layer_alone_costs_a_part_of_all(
+    computer: Computer, transforms: KVTransforms, decoder: Decoder
+) -> None:
+    count = decoder.spec.num_layers
+    single = [single_layer(layer, "int3", count) for layer in range(count)]
+    every, none = of_layers(["int3"] * count), of_layers(["raw16"] * count)
+    scores = scored(computer, transforms, [*single, every, none])
+    assert scores[none].kl == 0.0
+    assert all(0.0 < scores[name].kl < scores[every].kl for name in single)
+    emulated = scored(TorchComputer(decoder), transforms, ["int3", every])
+    assert math.isclose(emulated["int3"].kl, emulated[every].kl, rel_tol=1e-3)
+
+
+def test_figures_are_told_by_where_positions_are(
+    computer: Computer, transforms: KVTransforms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = [range_start(x) for x in (0, 2047, 2048, 4095, 4096, 8191, 8192)]
+    assert starts == [0, 0, 2048, 2048, 4096, 4096, 8192]
+    assert range_starts(8192) == [0, 2048, 4096]
+    assert range_starts(2048) == [0]
+    monkeypatch.setattr(quality, "FIRST_RANGE", SPAN)
+    parts = score_window(computer, transforms, TOKENS, ["int4"], lambda _: None)["int4"]
+    assert {start: part.positions for start, part in parts.items()} == {0: 64, 64: 64, 128: 127}
+    assert parts[64].kl > 0.0
+    assert parts[128].kl > 0.0
+    assert computer.readable or parts[0].kl == 0.0
 
 
 def test_native_kernels_agree_with_the_emulation(

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support.tiny_models import TINY_MODELS, build_reference, save
 
+from kvist import plan
 from kvist.codecs.transforms import load_transforms, save_transforms
 from kvist.config import ModelConfig
 from kvist.errors import ConfigError
+from kvist.kernels import native
 from kvist.model.fingerprint import content_fingerprint
 from kvist.model.spec_readers import read_spec
-from kvist.tune import run
+from kvist.tune import quality, run
 from kvist.tune.run import Measurement, measure, transforms_file
 
 if TYPE_CHECKING:
@@ -84,7 +87,7 @@ def test_figures_name_codec_kernels_and_bits(request_: Measurement) -> None:
         assert codec["positions"] == 3 * 127
         assert codec["num_held"] == 0
     assert document["codecs"][1]["bits_per_value"] < document["codecs"][0]["bits_per_value"]
-    assert told[-1] == ("measuring", 384, 384)
+    assert told[-1] == ("measuring", 2 * 384, 2 * 384)
     assert ("calibrating", 1000, 1000) in told
 
 
@@ -127,7 +130,7 @@ def test_an_interrupted_measurement_goes_on_where_it_was(
     whole = measure(dataclasses.replace(request_, is_fresh=True), silent)
 
     def interrupt(what: str, done: int, total: int) -> None:
-        if what == "measuring" and done > 128:
+        if what == "measuring" and done > 2 * 128:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -135,6 +138,123 @@ def test_an_interrupted_measurement_goes_on_where_it_was(
     calls = counted(monkeypatch)
     assert measure(request_, silent) == whole
     assert len(calls) == 2
+
+
+def test_more_windows_of_the_same_text_are_added(
+    request_: Measurement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure(dataclasses.replace(request_, windows=2), silent)
+    calls = counted(monkeypatch)
+    assert measure(request_, silent)["positions"] == 3 * 127
+    assert len(calls) == 1
+    measure(dataclasses.replace(request_, windows=1), silent)
+    assert len(calls) == 1
+
+
+def test_figures_are_told_by_position_and_resumed(
+    request_: Measurement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quality, "FIRST_RANGE", 64)
+    monkeypatch.setattr(run, "FIRST_RANGE", 64)
+    document = measure(request_, silent)
+    for codec in document["codecs"]:
+        first, second = codec["by_position"]
+        assert [(part["from"], part["to"]) for part in (first, second)] == [(0, 64), (64, 128)]
+        assert (first["positions"], second["positions"]) == (3 * 64, 3 * 63)
+        mean = (first["kl"] * first["positions"] + second["kl"] * second["positions"]) / (3 * 127)
+        assert math.isclose(mean, codec["kl"])
+        assert first["kl"] == 0.0
+    calls = counted(monkeypatch)
+    assert measure(request_, silent) == document
+    assert not calls
+
+
+def test_rules_are_measured_beside_codecs(request_: Measurement) -> None:
+    rule = "recent:64=raw16,rest=int8"
+    asked = dataclasses.replace(
+        request_, codecs=("raw16", "int8", "mixed", rule), window_tokens=256
+    )
+    asked = dataclasses.replace(asked, windows=1)
+    raw16, int8, mixed, ruled = measure(asked, silent)["codecs"]
+    assert ruled["name"] == rule
+    # All of a window of 256 tokens is recent.
+    assert mixed["kl"] == 0.0
+    assert 0.0 < ruled["kl"] < int8["kl"]
+    assert (raw16["bits_per_value"], raw16["request_bits_per_value"]) == (16.0, 16.0)
+    assert int8["bits_per_value"] == int8["request_bits_per_value"]
+    assert ruled["bits_per_value"] == ruled["request_bits_per_value"] <= 16.0
+
+
+def test_bits_of_a_request_are_those_that_are_planned(request_: Measurement) -> None:
+    asked = dataclasses.replace(request_, context=1000, concurrency=3, windows=1)
+    document = measure(asked, silent)
+    assert (document["context"], document["concurrency"]) == (1000, 3)
+    spec = read_spec(request_.path)
+    int4 = document["codecs"][1]
+    estimate = plan.memory_estimate(spec, codec="int4", context=1000, concurrency=3, block_size=64)
+    assert int4["kv_bytes_per_request"] == estimate.request_bytes
+    assert int4["kv_bytes_total"] == estimate.kv_bytes
+    num_values = 2 * 1000 * spec.num_layers * spec.num_kv_heads * spec.head_dim
+    assert int4["request_bits_per_value"] == 8 * estimate.request_bytes / num_values
+    assert int4["bits_per_value"] < int4["request_bits_per_value"] < 16
+    assert "fits" not in int4
+    long = dataclasses.replace(asked, context=20_000)
+    budget_gib = 1.4 * measure(long, silent)["codecs"][1]["kv_bytes_total"] / 2**30
+    fitting = measure(dataclasses.replace(long, budget_gib=budget_gib), silent)
+    assert not fitting["reference"]["fits"]
+    assert [codec["fits"] for codec in fitting["codecs"]] == [False, True]
+
+
+def test_layers_are_measured_one_by_one_and_once(
+    request_: Measurement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_layers = read_spec(request_.path).num_layers
+    asked = dataclasses.replace(
+        request_, codecs=("raw16", "int4", "int3", "mixed"), by_layer=True, layer_bits=3.8
+    )
+    told: list[tuple[str, int, int]] = []
+    document = measure(asked, lambda *x: told.append(x))
+    layers = document["layers"]
+    assert set(layers["sensitivity"]) == {"int4", "int3"}
+    assert [len(rows) for rows in layers["sensitivity"].values()] == [num_layers] * 2
+    assert layers["positions"] == 127
+    found = layers["allocation"]
+    assert len(found["codecs"]) == num_layers
+    assert found["bits_per_value"] <= 3.8
+    assert found["positions"] == 3 * 127
+    alone = [layers["sensitivity"][codec][i]["kl"] for i, codec in enumerate(found["codecs"])]
+    assert math.isclose(found["kl_predicted"], sum(alone))
+    assert all(done <= total for _, done, total in told)
+    ends = {what: (done, total) for what, done, total in told}
+    assert ends["measuring layers"] == (2 * num_layers * 128, 2 * num_layers * 128)
+    monkeypatch.setattr(run, "score_window", None)
+    assert measure(asked, silent) == document
+
+
+def test_many_settings_are_computed_a_few_at_a_time(
+    request_: Measurement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "MAX_SIDE_BY_SIDE", 2)
+    calls = counted(monkeypatch)
+    measure(dataclasses.replace(request_, codecs=("raw16", "int8", "int4"), windows=1), silent)
+    assert calls == [("raw16", "int8"), ("int4",)]
+
+
+def test_native_kernels_are_timed(request_: Measurement, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = dataclasses.replace(request_, windows=1, speed_rounds=2, codecs=("int8", "mixed"))
+    assert "speed" not in measure(asked, silent)
+    if not native.available():
+        pytest.skip(native.why_not())
+    model = ModelConfig(model="tiny", weights="int8", threads=1)
+    told: list[tuple[str, int, int]] = []
+    document = measure(dataclasses.replace(asked, model=model), lambda *x: told.append(x))
+    assert document["speed"] == {"sequences": 8, "context": 128, "rounds": 2, "threads": 1}
+    for figures in (document["reference"], *document["codecs"]):
+        assert figures["decode_tokens_per_s"] > 0
+        assert figures["attention_ms"] > 0
+    assert [("encode_ms" in codec) for codec in document["codecs"]] == [False, True]
+    assert [codec["kernels"] for codec in document["codecs"]] == ["native", "native"]
+    assert told[-1] == ("timing", 2, 2)
 
 
 def test_a_calibration_is_made_once_for_a_model_and_text(
@@ -182,7 +302,7 @@ def test_codecs_without_transforms_need_no_calibration(
     [
         (
             {"codecs": ("int5",)},
-            "--codecs must be some of raw16, int8, int4, int3, received 'int5'",
+            "--codecs must be some of raw16, int8, int4, int3, mixed, received 'int5'",
         ),
         ({"codecs": ()}, "--codecs must name each codec once"),
         ({"codecs": ("int4", "int4")}, "--codecs must name each codec once"),
@@ -234,7 +354,8 @@ def test_tasks_are_measured_once_and_named(
     for codec in document["codecs"]:
         assert 0 <= codec["greedy_agreement"] <= 1
         assert codec["retrieval"] == codec["retrieval_reference"] == 0
-    assert ("generating", 2 * (64 + 5), 2 * (64 + 5)) in told
+    size = 2 * 2 * (64 + 5)
+    assert ("generating", size, size) in told
     assert told[-1][0] == "retrieving"
     assert told[-1][1] == told[-1][2]
     for function in ("score_window", "greedy_score", "retrieval_score"):
@@ -250,6 +371,12 @@ def test_tasks_are_measured_once_and_named(
         ({"generated_tokens": 65}, "--generate must be from 0 to half of --window-tokens"),
         ({"generated_tokens": -1}, "--generate must be from 0"),
         ({"retrieval": ("{}",), "retrieval_prompts": 0}, "--retrieval-prompts must be at least 1"),
+        ({"context": 0}, "--context and --concurrency must be at least 1, received 0 and 8"),
+        ({"concurrency": -1}, "--context and --concurrency must be at least 1"),
+        ({"budget_gib": 0.0}, "--budget-gib must be above 0, received 0"),
+        ({"budget_gib": math.nan}, "--budget-gib must be above 0, received nan"),
+        ({"by_layer": True, "codecs": ("raw16", "mixed")}, "--layers searches among the codecs"),
+        ({"codecs": ("recent:1=raw16,rest=int2",)}, "codecs that blocks can change to"),
     ],
 )
 def test_tasks_that_cannot_be_are_refused(

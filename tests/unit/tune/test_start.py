@@ -13,8 +13,9 @@ from kvist.config import EngineConfig
 from kvist.errors import ConfigError
 from kvist.model.fingerprint import content_fingerprint
 from kvist.model.spec_readers import read_spec
+from kvist.plan import precision_of
 from kvist.tune import start
-from kvist.tune.profile import KVProfile, save_profile
+from kvist.tune.profile import KVProfile, Wanted, save_profile
 from kvist.tune.reduction import reduction_file
 from kvist.tune.run import transforms_file
 from kvist.tune.start import profile_at_start, reduction_at_start, transforms_at_start
@@ -121,8 +122,9 @@ def profile_of(path, file, **changes):
     values = {
         "fingerprint": content_fingerprint(path, read_spec(path)),
         "kv_cache_dtype": "int4",
+        "kv_precision": None,
         "transforms": "digest",
-        "max_loss": 0.01,
+        "wanted": Wanted(max_loss=0.01),
         "text": "x.txt",
         "measured": (),
     }
@@ -141,6 +143,16 @@ def test_a_profile_says_the_codec(checkpoints, tmp_path) -> None:
     assert chosen.scheduler.max_running == 7
     with pytest.raises(ConfigError, match="other transforms"):
         profile.check(at_start("none", path)[0])
+
+
+def test_a_profile_may_say_a_rule(checkpoints, tmp_path) -> None:
+    path, rule = checkpoints[0], "sink=raw16,recent:64=raw16,rest=int8"
+    file = profile_of(path, tmp_path / "profile.json", kv_cache_dtype="auto", kv_precision=rule)
+    config = EngineConfig.from_options(model=str(path), kv_profile=file)
+
+    chosen, _ = profile_at_start(config, path, read_spec(path))
+
+    assert str(precision_of(chosen.cache)) == rule
 
 
 def test_without_a_profile_nothing_changes(checkpoints) -> None:
