@@ -377,6 +377,12 @@ def _show_layers(layers: Figures) -> None:
         for layer, chosen in enumerate(allocation["codecs"])
     ]
     _print_table(f"Each layer alone, emulated: {layers['positions']:,} positions", columns, rows)
+    for codec, figures in layers["uniform"].items():
+        note(
+            f"{codec} in all layers: {figures['bits_per_value']:.2f} bits, KL {figures['kl']:.5f} +- "
+            f"{figures['kl_se']:.5f}, perplexity {figures['perplexity_delta']:+.2%} +- "
+            f"{figures['perplexity_delta_se']:.2%}"
+        )
     note(
         f"layer by layer: {allocation['bits_per_value']:.2f} bits, KL {allocation['kl']:.5f} +- "
         f"{allocation['kl_se']:.5f}, perplexity {allocation['perplexity_delta']:+.2%} +- "

@@ -204,10 +204,11 @@ def measure(measurement: Measurement, on_progress: Progress) -> Document:
             for name, parts in totals.items()
         ],
     }
-    if measurement.by_layer:
-        document["layers"] = _layers(measurement, subject, jobs, on_progress)
     if measurement.speed_rounds and subject.weights.plane == "native":
         _add_speed(document, measurement, subject, on_progress)
+    if measurement.by_layer:
+        exact = _exact(measurement, subject)
+        document["layers"] = _layers(measurement, exact, jobs, on_progress)
     return document
 
 
@@ -261,18 +262,6 @@ def _subject(measurement: Measurement, on_progress: Progress) -> _Subject:
             measurement.path, spec, fingerprint, (prefix, calibration_tokens), on_progress
         )
     weights = plan.weight_format(measurement.model, spec, "auto", hardware)
-    record = ScoreRecord(
-        envvars.tune_folder(),
-        {
-            "version": RECORD_VERSION,
-            "model": fingerprint,
-            "window_tokens": measurement.window_tokens,
-            "weights": [weights.plane, weights.kind, hardware.isa],
-            "transforms": transforms.digest,
-        },
-    )
-    if measurement.is_fresh:
-        record.clear()
     return _Subject(
         spec=spec,
         fingerprint=fingerprint,
@@ -281,8 +270,44 @@ def _subject(measurement: Measurement, on_progress: Progress) -> _Subject:
         questions=questions,
         transforms=transforms,
         num_calibration_tokens=len(calibration_tokens or ()) if transforms.is_calibrated else 0,
-        record=record,
+        record=_record(measurement, fingerprint, weights, transforms),
         computer_of=_Lazy(measurement, spec, weights, threads),
+    )
+
+
+def _record(
+    measurement: Measurement,
+    fingerprint: str,
+    weights: plan.WeightFormat,
+    transforms: KVTransforms,
+) -> ScoreRecord:
+    setting = {
+        "version": RECORD_VERSION,
+        "model": fingerprint,
+        "window_tokens": measurement.window_tokens,
+        "weights": [weights.plane, weights.kind, plan.detect_hardware().isa],
+        "transforms": transforms.digest,
+    }
+    record = ScoreRecord(envvars.tune_folder(), setting)
+    if measurement.is_fresh:
+        record.clear()
+    return record
+
+
+def _exact(measurement: Measurement, subject: _Subject) -> _Subject:
+    """Return the subject in float32.
+
+    Where activations are rounded to whole numbers, the least change of K or V moves some of them, which costs a
+    divergence of about 0.0001: more than int4 in a single layer.
+    """
+    weights = plan.TORCH_FLOAT32
+    if subject.weights == weights:
+        return subject
+    subject.computer_of.forget()
+    return subject._replace(
+        weights=weights,
+        record=_record(measurement, subject.fingerprint, weights, subject.transforms),
+        computer_of=_Lazy(measurement, subject.spec, weights, torch.get_num_threads()),
     )
 
 
@@ -355,12 +380,17 @@ def _layers(
     )
     # Where a model believes its text, a divergence is what the logarithm of the perplexity rises by.
     chosen = search(costs, max_kl=math.log1p(measurement.max_loss), max_bits=measurement.layer_bits)
-    name = of_layers(chosen)
+    uniform = {codec: of_layers([codec] * spec.num_layers) for codec in codecs}
+    together = tuple(dict.fromkeys((of_layers(chosen), *uniform.values())))
     whole = [job._replace(what="measuring the allocation") for job in windows]
-    score = _whole(_score((name,), whole, subject, on_progress)[name])
+    scores = {
+        name: _whole(parts).summary()
+        for name, parts in _score(together, whole, subject, on_progress).items()
+    }
     bits = costs.bits_of(chosen)
     return {
         "kernels": "emulated",
+        "weights": subject.weights.kind,
         "positions": len(subject.windows[0]) - 1,
         "sensitivity": {
             codec: [{"kl": row["kl"], "kl_se": row["kl_se"]} for row in rows]
@@ -371,7 +401,11 @@ def _layers(
             "bits_per_value": bits,
             "kl_predicted": costs.kl_of(chosen),
             "kl_predicted_by_lot": costs.kl_of_any(bits),
-            **score.summary(),
+            **scores[of_layers(chosen)],
+        },
+        "uniform": {
+            codec: {"bits_per_value": costs.bits[codec], **scores[name]}
+            for codec, name in uniform.items()
         },
     }
 
@@ -498,6 +532,10 @@ class _Lazy:
                 dtype = getattr(torch, self._weights.kind)
                 self._computer = TorchComputer(load_decoder(path, spec, dtype))
         return self._computer
+
+    def forget(self) -> None:
+        """Give the memory back until it is asked for again."""
+        self._computer = None
 
 
 def _score(

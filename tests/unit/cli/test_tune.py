@@ -51,6 +51,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[run.Measureme
                     "kl_predicted_by_lot": 0.75,
                     **score.summary(),
                 },
+                "uniform": {"int4": {"bits_per_value": 4.25, **score.summary()}},
             }
         return {
             "model": measurement.model.model,
@@ -146,6 +147,7 @@ def test_a_table_of_layers_is_shown(asked: list, kvist: Any, tmp_path: Path) -> 
     for part in ("Each layer alone", "KL int4", "0.062500", "0.031250", "chosen"):
         assert part in result.stdout
     assert "3.69 bits, KL 0.00250" in result.stderr
+    assert "int4 in all layers: 4.25 bits" in result.stderr
     assert "by lot it would be 0.75000" in result.stderr
     assert (asked[0].by_layer, asked[0].layer_bits, asked[0].max_loss) == (True, 3.7, 0.02)
 

@@ -111,6 +111,18 @@ def test_feedback_is_in_the_basis_of_turned_keys() -> None:
     assert uncalibrated(*SHAPE, 16).feedback(0) is None
 
 
+@pytest.mark.parametrize("transforms", [made(), uncalibrated(*SHAPE, 16)])
+def test_those_of_a_layer_do_to_it_what_all_do(transforms: KVTransforms) -> None:
+    rows = np.random.default_rng(1).normal(size=(*SHAPE, 5, 16)).astype(np.float32)
+    layer = transforms.of_layers(np.array([1]))
+    assert np.array_equal(layer.mean, transforms.mean[1:])
+    for one, every in ((layer.keys, transforms.keys), (layer.values, transforms.values)):
+        assert np.allclose(one.turn(rows[1:]), every.turn(rows)[1:])
+    feedback, of_all = layer.feedback(64), transforms.feedback(64)
+    assert (feedback is None) == (of_all is None)
+    assert feedback is None or of_all is None or np.allclose(feedback, of_all[1:])
+
+
 def test_channels_that_are_always_zero_do_not_divide_by_it() -> None:
     importance = np.zeros((*SHAPE, 16, 16))
     covariance = np.zeros((*SHAPE, 16, 16))

@@ -224,11 +224,29 @@ def test_layers_are_measured_one_by_one_and_once(
     assert found["positions"] == 3 * 127
     alone = [layers["sensitivity"][codec][i]["kl"] for i, codec in enumerate(found["codecs"])]
     assert math.isclose(found["kl_predicted"], sum(alone))
+    # The same emulation, of all layers.
+    for codec, figures in zip(document["codecs"][1:3], layers["uniform"].values(), strict=True):
+        assert math.isclose(figures["kl"], codec["kl"], rel_tol=1e-3)
     assert all(done <= total for _, done, total in told)
     ends = {what: (done, total) for what, done, total in told}
     assert ends["measuring layers"] == (2 * num_layers * 128, 2 * num_layers * 128)
     monkeypatch.setattr(run, "score_window", None)
     assert measure(asked, silent) == document
+
+
+def test_layers_are_measured_in_float32(
+    request_: Measurement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = dataclasses.replace(
+        request_, windows=1, by_layer=True, model=ModelConfig(model="tiny", dtype="bfloat16")
+    )
+    document = measure(asked, silent)
+    assert (document["weights"], document["layers"]["weights"]) == ("bfloat16", "float32")
+    calls = counted(monkeypatch)
+    assert measure(asked, silent) == document
+    assert not calls
+    in_float32 = measure(dataclasses.replace(request_, windows=1, by_layer=True), silent)
+    assert in_float32["layers"] == document["layers"]
 
 
 def test_many_settings_are_computed_a_few_at_a_time(
