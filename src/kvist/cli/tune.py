@@ -184,7 +184,19 @@ def tune(  # noqa: PLR0913  # one per option
             "--kv-head-dim is measured by perplexity and divergence alone; leave out --generate, --retrieval, --rules, "
             "--layers, --plot, --profile, --max-loss and --budget-gib": config.cache.kv_head_dim
             is not None
-            and any((generate, retrieval, rules, "mixed" in codecs, layers, plot, profile, max_loss, budget_gib)),
+            and any(
+                (
+                    generate,
+                    retrieval,
+                    rules,
+                    "mixed" in codecs,
+                    layers,
+                    plot,
+                    profile,
+                    max_loss,
+                    budget_gib,
+                )
+            ),
             "--layer-bits is for --layers; add it": layer_bits is not None and not layers,
         }
     )

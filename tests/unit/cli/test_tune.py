@@ -242,6 +242,8 @@ def test_tasks_are_passed_on(asked: list, kvist: Any, tmp_path: Path) -> None:
         (("--max-loss", "1%", "--budget-gib", "2"), 2, "give one of them"),
         (("--budget-gib", "0"), 1, "--budget-gib must be above 0"),
         (("--layer-bits", "3.5"), 2, "--layer-bits is for --layers"),
+        (("--kv-head-dim", "8", "--codecs", "mixed"), 2, "--kv-head-dim is measured by"),
+        (("--kv-head-dim", "8", "--budget-gib", "2"), 2, "--kv-head-dim is measured by"),
         (("--context", "0"), 1, "--context and --concurrency must be at least 1"),
     ],
 )
