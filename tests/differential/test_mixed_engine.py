@@ -203,7 +203,7 @@ LADDER_RULES = (
 
 def span_core(decoder: NativeDecoder, num_blocks: int, rule: str, **changes) -> EngineCore:
     """Return an engine with blocks of 64 tokens."""
-    return mixed_core(decoder, num_blocks, rule, **span_options(decoder, num_blocks), **changes)
+    return mixed_core(decoder, num_blocks, rule, **(span_options(decoder, num_blocks) | changes))
 
 
 def span_options(decoder: NativeDecoder, num_blocks: int) -> dict[str, object]:

@@ -58,9 +58,9 @@ class PrefixMatch:
     """``Node.num_changes`` of tip at that moment."""
     num_replacements: int = field(repr=False)
     """``PrefixTree.num_replacements`` at that moment."""
-    next_key: bytes = field(repr=False)
+    next_key: bytes = field(repr=False, compare=False)
     """What the block after the last of nodes is known by while in flight; empty: nothing more is wanted."""
-    num_tokens: int = field(repr=False)
+    num_tokens: int = field(repr=False, compare=False)
     """Tokens of the sequence at that moment."""
 
 

@@ -101,7 +101,7 @@ function drawTiles(doc) {
   tile("Requests", [count(lastMinute), "/ min"], `${count(sum((span) => span.calls))} in 15 min`);
   tile("First token, warm", warm === null ? ["-"] : seconds(warm).split(" "), `cold ${cold === null ? "-" : seconds(cold)}`);
   tile("Running", [count(doc.value("num_running"))], `${count(doc.value("num_waiting"))} waiting, ${count(doc.value("num_refused"))} refused`);
-  tile("Cache filled", percent(used / total).split(" "), `${bytes(used)} of ${bytes(total)}`);
+  tile("Cache filled", total ? percent(used / total).split(" ") : ["-"], total ? `${bytes(used)} of ${bytes(total)}` : "not looked at yet");
 }
 
 function tile(name, [value, unit = ""], more) {
