@@ -201,6 +201,13 @@ def tune(  # noqa: PLR0913  # one per option
         }
     )
     allowed_loss = _fraction("1%" if max_loss is None else max_loss)
+    # Before minutes of measuring, not after them.
+    for option, file in (("--plot", plot), ("--profile", profile)):
+        if file is not None and not file.absolute().parent.is_dir():
+            fail(
+                f"[tune] {option} {file}: there is no folder {file.absolute().parent}",
+                exit_code=EXIT_USAGE,
+            )
     if plot is not None:
         require_matplotlib("tune")
     shipped = resources.files("kvist.cli").joinpath(SHIPPED_DOCUMENT).read_text(encoding="utf-8")
@@ -253,15 +260,15 @@ def tune(  # noqa: PLR0913  # one per option
         print_json(document)
     else:
         _show(document)
-    if plot is not None:
-        write_plot(plot, document)
-        note(f"chart written to {plot}")
     if profile is not None or max_loss is not None or budget_gib is not None:
         wanted = Wanted(budget_gib=budget_gib) if budget_gib else Wanted(max_loss=allowed_loss)
         chosen = make_profile(document, wanted)
         if profile is not None:
             save_profile(profile, chosen)
         note(f"{profile or 'kvist tune'} recommends {chosen.name}: {wanted}")
+    if plot is not None:
+        write_plot(plot, document)
+        note(f"chart written to {plot}")
 
 
 def _check_together(faults: Mapping[str, bool]) -> None:

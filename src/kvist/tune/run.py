@@ -128,9 +128,11 @@ class Measurement:
 
     def __post_init__(self) -> None:
         for name in self.codecs:
-            if Setting.parse(name).rule is None and name not in CODECS:
+            is_rule = "=" in name and not name.startswith("layers:")
+            if name not in CODECS and name not in PRESETS and not is_rule:
                 known = ", ".join(dict.fromkeys((*CODECS, *PRESETS)))
                 raise ConfigError(f"[tune] --codecs must be some of {known}, received {name!r}")
+            Setting.parse(name)  # refuses a rule that is none
         if not self.codecs or len(set(self.codecs)) < len(self.codecs):
             raise ConfigError(
                 "[tune] --codecs must name each codec once, --rules each rule, and one at least"
@@ -160,6 +162,8 @@ class Measurement:
             )
         if self.budget_gib is not None and not 0 < self.budget_gib < math.inf:
             raise ConfigError(f"[tune] --budget-gib must be above 0, received {self.budget_gib:g}")
+        if self.layer_bits is not None and not 0 < self.layer_bits < math.inf:
+            raise ConfigError(f"[tune] --layer-bits must be above 0, received {self.layer_bits:g}")
         if self.by_layer and not self.layer_codecs:
             raise ConfigError(
                 f"[tune] --layers searches among the codecs named, received {', '.join(self.codecs)}; add int4 and "

@@ -117,7 +117,7 @@ def reduction_at_start(
     kept = kept_reduction(fingerprint, kv_head_dim)
     if kept is not None:
         return kept
-    logger.info("[tune] finding out which dimensions of K and V matter least, once")
+    logger.warning("[tune] finding out which dimensions of K and V matter least, once")
     tokenizer = load_tokenizer(path)
     decoder = load_decoder(path, spec, _dtype(spec, available_bytes, _WITHOUT_REDUCTION))
     reduction = calibrate_reduction(
@@ -177,7 +177,7 @@ def transforms_at_start(  # of what, from where, with what
             return load_transforms(file, fingerprint)
         except ConfigError as error:
             logger.warning("[tune] %s; calibrating anew", error)
-    logger.info("[tune] learning what int4 and int3 need to know of the model, once")
+    logger.warning("[tune] learning what int4 and int3 need to know of the model, once")
     tokenizer = load_tokenizer(path)
     decoder = load_decoder(path, spec, _dtype(spec, available_bytes, _WITHOUT_TRANSFORMS))
     transforms = calibrate(

@@ -185,6 +185,17 @@ def test_a_chart_is_written_or_refused_before_anything_is_measured(
     assert not asked
 
 
+@pytest.mark.parametrize("option", ["--plot", "--profile"])
+def test_a_file_for_which_there_is_no_folder_is_refused_before_anything_is_measured(
+    asked: list, kvist: Any, tmp_path: Path, option: str
+) -> None:
+    folder = tmp_path / "nowhere"
+    result = kvist(*arguments(tmp_path, option, str(folder / "file")))
+    assert result.exit_code == 2
+    assert f"there is no folder {folder}" in result.stderr.replace("\n", "")
+    assert not asked
+
+
 def test_calibration_may_be_another_text_or_none(asked: list, kvist: Any, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     assert (

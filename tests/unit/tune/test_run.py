@@ -395,6 +395,11 @@ def test_tasks_are_measured_once_and_named(
         ({"budget_gib": math.nan}, "--budget-gib must be above 0, received nan"),
         ({"by_layer": True, "codecs": ("raw16", "mixed")}, "--layers searches among the codecs"),
         ({"codecs": ("recent:1=raw16,rest=int2",)}, "codecs that blocks can change to"),
+        ({"codecs": ("layers:int8*x",)}, "--codecs must be some of"),
+        ({"codecs": ("layers:int8",)}, "--codecs must be some of"),
+        ({"codecs": ("layers:int8*2=3",)}, "--codecs must be some of"),
+        ({"layer_bits": math.nan}, "--layer-bits must be above 0, received nan"),
+        ({"layer_bits": -3.0}, "--layer-bits must be above 0, received -3"),
     ],
 )
 def test_tasks_that_cannot_be_are_refused(
