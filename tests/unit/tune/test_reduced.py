@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.support.tiny_models import TINY_MODELS, build_reference, save
-from tests.unit.tune.test_run import OTHER, TEXT, Letters
+from tests.unit.tune.test_run import silent, tiny_measurement
 
 from kvist.config import ModelConfig
 from kvist.errors import ConfigError
 from kvist.kernels import native
 from kvist.tune import reduced
 from kvist.tune.reduced import measure_reduced
-from kvist.tune.run import Measurement
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from kvist.tune.run import Measurement
 
 
 @pytest.fixture(scope="module")
@@ -28,22 +29,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def request_(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measurement:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(reduced, "load_tokenizer", lambda _: Letters())
-    monkeypatch.setattr(reduced.torch, "set_num_threads", lambda _: None)
-    return Measurement(
-        model=ModelConfig(model="tiny", dtype="float32"),
-        path=model,
-        text=TEXT,
-        codecs=("raw16", "int8"),
-        windows=2,
-        window_tokens=128,
-        calibration_text=OTHER,
+    return tiny_measurement(
+        reduced, model, tmp_path, monkeypatch, codecs=("raw16", "int8"), windows=2
     )
-
-
-def silent(*_: object) -> None:
-    pass
 
 
 def test_figures_are_of_kept_dimensions(request_: Measurement) -> None:

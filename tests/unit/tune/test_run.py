@@ -22,6 +22,7 @@ from kvist.tune.run import Measurement, measure, transforms_file
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from types import ModuleType
 
 TEXT = "".join(chr(97 + i * i % 23) for i in range(1000))
 OTHER = TEXT[::-1]
@@ -40,20 +41,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(build_reference(tiny), tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture
-def request_(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measurement:
+def tiny_measurement(
+    module: ModuleType, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any
+) -> Measurement:
+    """Return what ``module`` is to measure of a tiny model: in a cache of its own, and with the threads there are."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(run, "load_tokenizer", lambda _: Letters())
-    monkeypatch.setattr(run.torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr(module, "load_tokenizer", lambda _: Letters())
+    monkeypatch.setattr(module.torch, "set_num_threads", lambda _: None)
     return Measurement(
         model=ModelConfig(model="tiny", dtype="float32"),
         path=model,
         text=TEXT,
-        codecs=("int8", "int4"),
-        windows=3,
         window_tokens=128,
         calibration_text=OTHER,
+        **changes,
     )
+
+
+@pytest.fixture
+def request_(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measurement:
+    return tiny_measurement(run, model, tmp_path, monkeypatch, codecs=("int8", "int4"), windows=3)
 
 
 def silent(*_: object) -> None:
