@@ -64,9 +64,12 @@ the source of a partial copy."""
 
 
 DEMOTED_BYTES_PER_STEP = 3 * 1024 * 1024
-"""K and V in 16 bits that a step encodes in a smaller codec at most, or one block. Two threads of a Zen 3 take 1.75 ms
-for 1.4 MiB of SmolLM2-135M to int4: two blocks are 4 ms of a step. The numbers have to be measured again when the
-encoder changes."""
+"""K and V in 16 bits that a step encodes in a smaller codec at most, or one block."""
+ENCODED_PRODUCTS_PER_STEP = 40_000_000
+"""Products of K and V's error feedback that a step computes at most, where a codec has one, or those of one block:
+head_dim ** 2 for each token and KV head of a layer. Two threads of a Zen 3 take 1.75 ms for the 24 million of a block of
+SmolLM2-135M and twice that while others use the machine, and a step shall not wait for longer than 5. To be measured
+again when the encoder changes (``benchmarks.kv_demotion``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,9 +328,7 @@ def resolve(config: EngineConfig, spec: ModelSpec, hardware: Hardware) -> Engine
         transforms=_transforms(config.cache, precision),
         kv_head_dim=kv_spec.head_dim if kv_spec.head_dim < spec.head_dim else 0,
         demote_before_evict=precision is not None and config.cache.demote_before_evict != "off",
-        max_demotions=0
-        if precision is None
-        else max(1, DEMOTED_BYTES_PER_STEP // kv_spec.block_bytes),
+        max_demotions=0 if precision is None else _max_demotions(kv_spec, precision),
         block_size=kv_spec.block_size,
         num_blocks=num_blocks,
         raw_block_bytes=replace(kv_spec, codec="raw16", head_dim=spec.head_dim).block_bytes,
@@ -385,6 +386,14 @@ def _pinnable_bytes(
     sizes, budget = _sizes(kv_spec, precision, kv_bytes)
     unit = 1 if precision is not None else sizes[kv_spec.codec]
     return int(budget // unit * pin_fraction) * unit
+
+
+def _max_demotions(kv_spec: KVSpec, precision: KVPrecision) -> int:
+    blocks = DEMOTED_BYTES_PER_STEP // kv_spec.block_bytes
+    if not SPAN_CODEC_BITS.keys().isdisjoint(precision.codecs):
+        heads = kv_spec.block_size * kv_spec.num_layers * kv_spec.num_kv_heads
+        blocks = min(blocks, ENCODED_PRODUCTS_PER_STEP // (heads * kv_spec.head_dim**2))
+    return max(1, blocks)
 
 
 def _refresh_every(config: EngineConfig, kv_spec: KVSpec) -> int:

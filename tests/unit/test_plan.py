@@ -14,6 +14,7 @@ from kvist.errors import ConfigError
 from kvist.kernels import native
 from kvist.plan import (
     DEMOTED_BYTES_PER_STEP,
+    ENCODED_PRODUCTS_PER_STEP,
     KV_MEMORY_FRACTION,
     EnginePlan,
     Hardware,
@@ -538,9 +539,19 @@ def test_an_estimate_knows_every_codec_and_what_a_step_needs() -> None:
 
 
 def test_a_step_makes_a_few_blocks_smaller_at_most() -> None:
-    plan = plan_of(hardware=NATIVE_MACHINE, kv_cache_dtype="int4")
-    assert 1 <= plan.max_demotions * BLOCK_BYTES <= DEMOTED_BYTES_PER_STEP
+    """By their size, and by the work of encoders that feed errors back."""
     machine = dataclasses.replace(NATIVE_MACHINE, available_bytes=64 * GIB)
+    one_head = {"num_layers": 8, "num_heads": 1, "num_kv_heads": 1, "hidden_size": 256}
+    spec = make_spec(**one_head, head_dim=256, ropes=(RopeSpec(base=10000.0, dim=256),))
+    by_size = DEMOTED_BYTES_PER_STEP // (8 * 2 * 256 * 2 * 64)
+    by_work = ENCODED_PRODUCTS_PER_STEP // (8 * 256**2 * 64)
+    assert by_size > by_work == 1
+    assert plan_of(spec, machine, kv_cache_dtype="int4").max_demotions == by_work
+    rule = "sink=raw16,recent:256=raw16,rest=int8"
+    assert plan_of(spec, machine, kv_precision=rule).max_demotions == by_size
+
+    small = plan_of(hardware=NATIVE_MACHINE, kv_cache_dtype="int4")
+    assert small.max_demotions == DEMOTED_BYTES_PER_STEP // BLOCK_BYTES
     block_size = 64 * (DEMOTED_BYTES_PER_STEP // BLOCK_BYTES + 1)
     large = plan_of(hardware=machine, kv_cache_dtype="int4", block_size=block_size)
     assert large.max_demotions == 1
