@@ -67,8 +67,8 @@ DEMOTED_BYTES_PER_STEP = 3 * 1024 * 1024
 """K and V in 16 bits that a step encodes in a smaller codec at most, or one block."""
 ENCODED_PRODUCTS_PER_STEP = 40_000_000
 """Products of K and V's error feedback that a step computes at most, where a codec has one, or those of one block:
-head_dim ** 2 for each token and KV head of a layer. Two threads of a Zen 3 take 1.75 ms for the 24 million of a block of
-SmolLM2-135M and twice that while others use the machine, and a step shall not wait for longer than 5. To be measured
+head_dim ** 2 for each token and KV head of a layer. Two threads of a Zen 3 take 1.75 ms for the 24 million of a block
+of SmolLM2-135M, twice that while others use the machine, and a step shall not wait for longer than 5. To be measured
 again when the encoder changes (``benchmarks.kv_demotion``)."""
 
 
