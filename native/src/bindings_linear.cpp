@@ -16,6 +16,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <memory>
+#include <mutex>
 #include <new>
 #include <optional>
 #include <stdexcept>
@@ -36,6 +38,9 @@ using FloatOut = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 constexpr std::size_t kLargePage = std::size_t{2} << 20;
+// Of pieces that have pages of their own, and of what others share.
+constexpr std::size_t kSmallBytes = std::size_t{64} << 10;
+constexpr std::size_t kSharedBytes = std::size_t{16} << 20;
 // Sums of int8 products stay below 2^31 up to here: 127 * 127 * K.
 constexpr int kMaxInputs = 131072;
 
@@ -241,23 +246,40 @@ double time_linear(Pool& pool, const std::vector<OwnedLinear*>& matrices, int ro
   return seconds.count() / repeats / static_cast<double>(matrices.size());
 }
 
-}  // namespace
-
-AlignedBytes::AlignedBytes(std::size_t size) {
+std::shared_ptr<std::uint8_t> allocate(std::size_t size) {
   const std::size_t alignment = size < kLargePage ? kAlignment : kLargePage;
   const std::size_t rounded = round_up(std::max<std::size_t>(size, 1), alignment);
-  data_.reset(static_cast<std::uint8_t*>(std::aligned_alloc(alignment, rounded)));
-  if (data_ == nullptr) {
+  auto* data = static_cast<std::uint8_t*>(std::aligned_alloc(alignment, rounded));
+  if (data == nullptr) {
     throw std::bad_alloc();
   }
 #if defined(__linux__)
   if (alignment == kLargePage) {
-    madvise(data_.get(), rounded, MADV_HUGEPAGE);
+    madvise(data, rounded, MADV_HUGEPAGE);
   }
 #endif
+  return {data, [](std::uint8_t* memory) { std::free(memory); }};
 }
 
-void AlignedBytes::Free::operator()(std::uint8_t* data) const { std::free(data); }
+}  // namespace
+
+AlignedBytes::AlignedBytes(std::size_t size) {
+  if (size < kSmallBytes || size > kSharedBytes) {
+    data_ = allocate(size);
+    return;
+  }
+  static std::mutex mutex;
+  static std::shared_ptr<std::uint8_t> shared;
+  static std::size_t used = kSharedBytes;
+  const std::lock_guard lock(mutex);
+  const std::size_t rounded = round_up(size, kAlignment);
+  if (kSharedBytes - used < rounded) {
+    shared = allocate(kSharedBytes);
+    used = 0;
+  }
+  data_ = std::shared_ptr<std::uint8_t>(shared, shared.get() + used);
+  used += rounded;
+}
 
 void run_linear(Worker& worker, const LinearKernels& kernels, const PackedLinear& linear, const float* x,
                 std::ptrdiff_t stride, int rows, const Epilogue& epilogue, std::uint8_t* activations,

@@ -11,17 +11,15 @@
 
 namespace kvist {
 
-// Memory aligned for vectors; large pieces ask for large pages. Its contents are undefined.
+// Memory aligned for vectors, on large pages where there are some; its contents are undefined. Pieces that are smaller
+// than a large page share their pages with those asked for before and after: the layers of a model follow each other.
 class AlignedBytes {
  public:
   explicit AlignedBytes(std::size_t size);
   std::uint8_t* data() const { return data_.get(); }
 
  private:
-  struct Free {
-    void operator()(std::uint8_t* data) const;
-  };
-  std::unique_ptr<std::uint8_t[], Free> data_;
+  std::shared_ptr<std::uint8_t> data_;
 };
 
 // Packed weights and what keeps their bytes alive: own memory, or a Python array.

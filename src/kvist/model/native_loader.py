@@ -76,7 +76,7 @@ def _weights(
     arrays = pack_cache.find(path, key)
     if arrays is not None:
         try:
-            return load_packed(spec, arrays, kind), "mapped"
+            return load_packed(spec, arrays, kind), "read"
         except ValueError as error:
             logger.warning("[loader] packed weights on disk do not fit the model: %s", error)
     weights = pack_weights(spec, iterate_tensors(path, spec), kind, pool)

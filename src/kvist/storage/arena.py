@@ -12,8 +12,6 @@ Invariants:
 
 from __future__ import annotations
 
-import mmap
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,13 +19,12 @@ import torch
 from kvist.codecs import registry
 from kvist.errors import ConfigError
 from kvist.spec import GIB
+from kvist.storage.pages import LARGE_PAGE, anonymous_memory
 
 if TYPE_CHECKING:
     from kvist.codecs.base import KVCodec
     from kvist.spec import KVSpec
 
-
-_LARGE_PAGE = 2 * 1024 * 1024
 _CHECKED_AT_ONCE = 32
 """Positions whose K and V are gathered to be looked at."""
 
@@ -206,12 +203,6 @@ def allocate(num_bytes: int, what: str, device: torch.device) -> torch.Tensor:
 def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    # What mmap takes when it is not told otherwise is shared memory, which most systems never put on large pages.
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, num_bytes + _LARGE_PAGE, flags=flags)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -whole.data_ptr() % _LARGE_PAGE
+    whole = torch.frombuffer(anonymous_memory(num_bytes + LARGE_PAGE), dtype=torch.uint8)
+    start = -whole.data_ptr() % LARGE_PAGE
     return whole[start : start + num_bytes]

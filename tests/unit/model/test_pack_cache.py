@@ -11,6 +11,7 @@ import os
 import struct
 import subprocess
 import sys
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -55,7 +56,7 @@ def test_what_was_stored_comes_back(stored):
     assert_equal(load(stored, KEY), make_tensors())
 
 
-def test_tensors_are_mapped_aligned_and_read_only(stored):
+def test_tensors_are_aligned_and_read_only(stored):
     for tensor in load(stored, KEY).values():
         assert tensor.ctypes.data % 64 == 0
         assert not tensor.flags.writeable
@@ -91,8 +92,20 @@ def test_a_file_for_another_key_is_not_used_and_is_replaced(stored, key, caplog)
     assert load(stored, KEY) is None
 
 
-def test_a_mapped_file_keeps_its_bytes_when_it_is_replaced(stored):
-    old = load(stored, KEY)
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_tensors_keep_their_bytes_when_the_file_is_replaced(
+    stored, has_memory, monkeypatch, caplog
+):
+    """Whether they are a copy, or mapped because there was no memory for one."""
+
+    def no_memory(num_bytes: int) -> NoReturn:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    if not has_memory:
+        monkeypatch.setattr(pack_cache, "anonymous_memory", no_memory)
+    with caplog.at_level(logging.INFO, logger="kvist"):
+        old = load(stored, KEY)
+    assert ("stay mapped" in caplog.text) is not has_memory
     assert store(stored, KEY, make_tensors(1))
     assert_equal(old, make_tensors())
     assert_equal(load(stored, KEY), make_tensors(1))
