@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvist.codecs import registry
+from kvist.codecs.raw import RAW16
+from kvist.kernels.kv_rows import encode_int8_keys
 
 _native = pytest.importorskip("kvist._native", reason="the native extension is not built")
 
@@ -533,7 +534,9 @@ def test_keys_that_know_their_queries_are_what_torch_writes(
     queries[3, :, ::3] = 0
     queries[4, 0, 0] = np.nan
     queries[5] = np.float32(1e30)
-    expected = registry.get(codec).encode_keys(torch.from_numpy(x), torch.from_numpy(queries))
+    # The readable encoders: those of the codecs may be native themselves.
+    readable = encode_int8_keys if codec == "int8" else RAW16.encode_keys
+    expected = readable(torch.from_numpy(x), torch.from_numpy(queries))
     np.testing.assert_array_equal(
         _native.encode_kv_keys(codec, x, queries), expected.view(torch.uint8).numpy()
     )

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvist.kernels import native
 from kvist.kernels.kv_rows import (
     INT8_GROUP,
     INT8_LIMIT,
@@ -42,6 +43,9 @@ from kvist.kernels.kv_rows import (
     encode_int8,
     encode_int8_keys,
 )
+
+_MAX_NATIVE_DIM = 256
+"""Largest head dimension of the native kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,8 @@ class Int8Codec:
 
     def encode_keys(self, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
         """Return the rows of turned keys, rounded as the turned queries of their positions have it."""
-        return encode_int8_keys(keys, queries)
+        rows = _encode_natively(keys, queries)
+        return encode_int8_keys(keys, queries) if rows is None else rows
 
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
         """Return what the rows stand for."""
@@ -102,6 +107,30 @@ class Int8Codec:
     def _head_dim(self, stored_dim: int) -> int:
         # A group is INT8_GROUP + 2 bytes, the last one fewer.
         return stored_dim - 2 * -(-stored_dim // (INT8_GROUP + 2))
+
+
+def _encode_natively(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor | None:
+    """Return what ``encode_int8_keys`` does, many times faster; None where native code cannot or refuses a value.
+
+    In torch it takes about a hundred small operations, which a step that computes one token would wait for.
+    """
+    head_dim = keys.shape[-1]
+    if (
+        not native.available()
+        or keys.device.type != "cpu"
+        or head_dim % 8
+        or head_dim > _MAX_NATIVE_DIM
+    ):
+        return None
+    k, q = (
+        x.detach().to(torch.float32).reshape(-1, *x.shape[-2:]).contiguous().numpy()
+        for x in (keys, queries)
+    )
+    try:
+        rows = native.extension().encode_kv_keys("int8", k, q)
+    except ValueError:  # not finite
+        return None
+    return torch.from_numpy(rows).reshape(*keys.shape[:-1], -1)
 
 
 INT8 = Int8Codec()

@@ -68,7 +68,7 @@ def encode_int8_keys(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
     scale, inverse = (
         x[..., None].expand_as(groups).flatten(-2)[..., :head_dim] for x in (wide, inverse)
     )
-    heads = queries.to(torch.float32).unflatten(-2, (keys.shape[-2], -1)).unbind(-2)
+    heads = queries.to(torch.float32).reshape(*keys.shape[:-1], -1, head_dim).unbind(-2)
     query = heads[0]
     for head in heads[1:]:
         query = query + head
@@ -150,7 +150,7 @@ def _stage_starts(head_dim: int) -> tuple[int, ...]:
 def _sum_of_lanes(x: torch.Tensor) -> torch.Tensor:
     """Return the (...) sums of (..., n) in the order in which native code adds."""
     x = torch.nn.functional.pad(x, (0, -x.shape[-1] % _LANES)) if x.shape[-1] % _LANES else x
-    parts = x.unflatten(-1, (-1, _LANES)).unbind(-2)
+    parts = x.reshape(*x.shape[:-1], -1, _LANES).unbind(-2)
     lanes = parts[0]
     for part in parts[1:]:
         lanes = lanes + part
