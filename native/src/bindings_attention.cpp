@@ -320,7 +320,8 @@ void bind_attention(nb::module_& module) {
         const std::size_t num_keys = x.shape(1);
         if (queries.shape(0) != x.shape(0) || queries.shape(2) != x.shape(2) || num_keys == 0 ||
             queries.shape(1) == 0 || queries.shape(1) % num_keys != 0) {
-          throw std::invalid_argument("[encode_kv_keys] expected queries (T, H, D) of keys (T, K, D), H a multiple of K");
+          throw std::invalid_argument(
+              "[encode_kv_keys] expected queries (T, H, D) of keys (T, K, D), H a multiple of K");
         }
         const auto group = static_cast<int>(queries.shape(1) / num_keys);
         const int row_bytes = kv_row_bytes(format, head_dim);

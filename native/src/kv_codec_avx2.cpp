@@ -140,8 +140,8 @@ bool encode_int8_key(int head_dim, int num_queries, const float* x, const float*
       const __m256 exact = _mm256_mul_ps(value, inverse);
       const __m256 shifted = _mm256_sub_ps(exact, _mm256_mul_ps(_mm256_mul_ps(q, back), inverse));
       const __m256 wanted = _mm256_round_ps(shifted, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-      const __m256 code = within_limit(
-          _mm256_min_ps(_mm256_max_ps(wanted, _mm256_floor_ps(exact)), _mm256_ceil_ps(exact)));
+      const __m256 code =
+          within_limit(_mm256_min_ps(_mm256_max_ps(wanted, _mm256_floor_ps(exact)), _mm256_ceil_ps(exact)));
       store_codes(code, out + d);
       const __m256 error = _mm256_sub_ps(_mm256_mul_ps(code, _mm256_set1_ps(grid.scale)), value);
       lanes = _mm256_add_ps(lanes, _mm256_mul_ps(q, error));
