@@ -310,6 +310,36 @@ void bind_attention(nb::module_& module) {
         return result;
       },
       nb::arg("codec"), nb::arg("x").noconvert());
+
+  module.def(
+      "encode_kv_keys",
+      [](const std::string& codec, const Queries& x, const Queries& queries) {
+        const auto head_dim = static_cast<int>(x.shape(2));
+        check_head_dim(head_dim);
+        const KvCodec format = kv_row_codec_from(codec);
+        const std::size_t num_keys = x.shape(1);
+        if (queries.shape(0) != x.shape(0) || queries.shape(2) != x.shape(2) || num_keys == 0 ||
+            queries.shape(1) == 0 || queries.shape(1) % num_keys != 0) {
+          throw std::invalid_argument(
+              "[encode_kv_keys] expected queries (T, H, D) of keys (T, K, D), H a multiple of K");
+        }
+        const auto group = static_cast<int>(queries.shape(1) / num_keys);
+        const int row_bytes = kv_row_bytes(format, head_dim);
+        std::uint8_t* out = nullptr;
+        auto result = make_array<Bytes>(x.shape(0), num_keys, static_cast<std::size_t>(row_bytes), out);
+        const EncodeKvKey encode = encode_kv_key(current_isa());
+        bool finite = true;
+        for (std::size_t row = 0; row < x.shape(0) * num_keys; ++row) {
+          finite = encode(format, head_dim, group, x.data() + row * head_dim, queries.data() + row * group * head_dim,
+                          out + row * row_bytes) &&
+                   finite;
+        }
+        if (!finite) {
+          throw std::domain_error("[encode_kv_keys] a value is not finite in the codec '" + codec + "'");
+        }
+        return result;
+      },
+      nb::arg("codec"), nb::arg("x").noconvert(), nb::arg("queries").noconvert());
 }
 
 }  // namespace kvist

@@ -357,6 +357,8 @@ void Model::Run::store(std::size_t index, int row) const {
   const KvLayout& layout = inputs_.layout;
   const int dim = shape_.kv_head_dim;
   const auto encode = encode_kv_row(model_.isa_);
+  const auto encode_key = encode_kv_key(model_.isa_);
+  const int group = shape_.num_heads / shape_.num_kv_heads;
   const std::int64_t head_bytes = static_cast<std::int64_t>(layout.block_size) * layout.row_bytes;
   const std::int64_t* const offsets = inputs_.batch.block_offsets;
   const int num_turned = shape_.num_heads + shape_.num_kv_heads;
@@ -376,7 +378,8 @@ void Model::Run::store(std::size_t index, int row) const {
                          static_cast<std::int64_t>(index) * kv_layer_bytes(layout) + offset * layout.row_bytes;
   bool is_finite = true;
   for (int head = 0; head < shape_.num_kv_heads; ++head) {
-    is_finite &= encode(layout.codec, dim, keys + head * dim, target + head * head_bytes);
+    is_finite &= encode_key(layout.codec, dim, group, keys + head * dim, queries + head * group * dim,
+                            target + head * head_bytes);
     is_finite &= encode(layout.codec, dim, values + head * dim, target + (shape_.num_kv_heads + head) * head_bytes);
   }
   if (!is_finite) {

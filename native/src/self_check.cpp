@@ -257,6 +257,12 @@ std::string check_codec(Isa isa, bool falsified) {
       if (!encode_kv_row_serial(codec, kHeadDim, x.data(), want.data()) || !finite || got != want) {
         return std::string("rows of keys in ") + (codec == KvCodec::kInt8 ? "int8" : "raw16");
       }
+      const std::vector<float> queries = values.take(std::size_t{3} * kHeadDim);
+      const bool fits = encode_kv_key(isa)(codec, kHeadDim, 3, x.data(), queries.data(), got.data());
+      got[bytes / 2] ^= falsified ? 1U : 0U;
+      if (!encode_kv_key_serial(codec, kHeadDim, 3, x.data(), queries.data(), want.data()) || !fits || got != want) {
+        return std::string("keys that know their queries in ") + (codec == KvCodec::kInt8 ? "int8" : "raw16");
+      }
     }
   }
   return "";

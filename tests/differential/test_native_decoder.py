@@ -15,7 +15,10 @@ import torch
 from tests.support.decoding import run_decoder
 from tests.support.tiny_models import TINY_MODELS, build_reference, random_prompt, save
 
+from kvist.codecs.int8 import INT8
 from kvist.kernels import native
+from kvist.kernels.batch import AttentionBatch
+from kvist.kernels.kv_rows import turn
 from kvist.model.decoder import Decoder
 from kvist.model.layout import EMBEDDING
 from kvist.model.loader import iterate_tensors
@@ -45,6 +48,20 @@ class Rows:
     start: int
     token_ids: Sequence[int]
     table: Sequence[int]
+
+
+class SeenHeads:
+    """What goes into the attention of layer 0."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+
+    def see(
+        self, layer_index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        del values
+        if layer_index == 0:
+            self.queries, self.keys = queries, keys
 
 
 class NativeSteps:
@@ -151,6 +168,31 @@ def test_a_step_without_wanted_rows_stores_k_and_v(checkpoint):
     last = steps.run([Rows(len(PROMPT) - 1, PROMPT[-1:], [0, 1, 2])])
     whole = NativeSteps(decoder, 3).run([Rows(0, PROMPT, [0, 1, 2])])
     torch.testing.assert_close(last[0], whole[-1], atol=0.02, rtol=0)
+
+
+def test_keys_are_rounded_as_their_own_queries_have_it(checkpoint, isa):
+    """The native plane gives the encoder the queries that the torch plane gives it."""
+    decoder, oracle = build(checkpoint, "bf16")
+    steps = NativeSteps(decoder, 3, "int8")
+    steps.run([Rows(0, PROMPT, [2, 0, 1])])
+    heads = SeenHeads()
+    arena = BlockArena(steps.arena.kv_spec, 3)
+    batch = AttentionBatch.from_sequences(
+        starts=[0], num_tokens=[len(PROMPT)], block_tables=[[2, 0, 1]], block_size=BLOCK_SIZE
+    )
+    with torch.inference_mode():
+        oracle.forward(torch.tensor(PROMPT), batch, arena, heads)
+    queries, keys = turn(heads.queries), turn(heads.keys)
+    stored = steps.arena.layer(0)[[2, 0, 1], 0].transpose(1, 2).flatten(0, 1)[: len(PROMPT)]
+    head_dim = keys.shape[-1]
+
+    def share_of_equal(rows: torch.Tensor) -> float:
+        return (rows == stored)[..., :head_dim].float().mean().item()
+
+    # Values differ a little between the planes, and few codes with them.
+    with_queries = share_of_equal(INT8.encode_keys(keys, queries))
+    assert with_queries > share_of_equal(INT8.encode(keys)) + 0.01
+    assert with_queries > share_of_equal(INT8.encode_keys(keys, queries.flip(0))) + 0.01
 
 
 def test_int8_blocks_stay_near_raw_ones(checkpoint, isa):

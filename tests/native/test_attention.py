@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from kvist.codecs.raw import RAW16
+from kvist.kernels.kv_rows import encode_int8_keys
 
 _native = pytest.importorskip("kvist._native", reason="the native extension is not built")
 
@@ -515,6 +519,38 @@ def test_encoding_is_the_format_to_the_bit(isa: str, codec: str, head_dim: int) 
 
 
 @pytest.mark.parametrize("codec", ["raw16", "int8"])
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 128, 256])
+def test_keys_that_know_their_queries_are_what_torch_writes(
+    isa: str, codec: str, head_dim: int
+) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((60, 3, head_dim)).astype(np.float32)
+    x *= np.exp2(rng.integers(-30, 14, (60, 3, 1))).astype(np.float32)
+    queries = rng.standard_normal((60, 6, head_dim)).astype(np.float32)
+    queries *= np.exp2(rng.integers(-60, 60, (60, 6, 1))).astype(np.float32)
+    x[0] = 0
+    x[1, :, ::2] = 0
+    queries[2] = 0
+    queries[3, :, ::3] = 0
+    queries[4, 0, 0] = np.nan
+    queries[5] = np.float32(1e30)
+    # The readable encoders: those of the codecs may be native themselves.
+    readable = encode_int8_keys if codec == "int8" else RAW16.encode_keys
+    expected = readable(torch.from_numpy(x), torch.from_numpy(queries))
+    np.testing.assert_array_equal(
+        _native.encode_kv_keys(codec, x, queries), expected.view(torch.uint8).numpy()
+    )
+    is_changed = _native.encode_kv_keys(codec, x, queries) != _native.encode_kv(codec, x)
+    assert is_changed.any() == (codec == "int8" and head_dim > 8)
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 64), (3, 5, 64), (3, 6, 72), (3, 0, 64)])
+def test_queries_that_are_not_those_of_the_keys_are_refused(shape: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="expected queries"):
+        _native.encode_kv_keys("int8", np.ones((3, 2, 64), np.float32), np.ones(shape, np.float32))
+
+
+@pytest.mark.parametrize("codec", ["raw16", "int8"])
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf, 3.4e38])
 @pytest.mark.parametrize("place", [0, 7, 65, 71])
 def test_encoding_reports_values_that_are_not_finite(
@@ -524,6 +560,8 @@ def test_encoding_reports_values_that_are_not_finite(
     x[0, 0, place] = value
     with pytest.raises(ValueError, match="not finite"):
         _native.encode_kv(codec, x)
+    with pytest.raises(ValueError, match="not finite"):
+        _native.encode_kv_keys(codec, x, np.ones((1, 2, 72), np.float32))
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:

@@ -64,6 +64,8 @@ def test_weights_are_rounded_alike(kind: str, group: int) -> None:
 def test_rows_of_keys_are_written_alike(codec: str) -> None:
     x = normal(1, 50, 2, 72) * 100
     assert_same(in_every_isa(lambda: _native.encode_kv(codec, x)))
+    queries = normal(2, 50, 6, 72)
+    assert_same(in_every_isa(lambda: _native.encode_kv_keys(codec, x, queries)))
 
 
 def test_layouts_have_names_of_their_own() -> None:

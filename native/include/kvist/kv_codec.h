@@ -51,6 +51,29 @@ EncodeKvRow encode_kv_row(Isa isa);
 bool encode_kv_row_serial(KvCodec codec, int head_dim, const float* x, std::uint8_t* out);
 bool encode_kv_row_avx2(KvCodec codec, int head_dim, const float* x, std::uint8_t* out);
 
+// The same for a key whose position's queries are known, `num_queries` rows of head_dim in the key's basis: those of the
+// heads that read it. int8 rounds so that the product with their sum changes as little as it can, each code to one of
+// the two grid points around its value (docs/formats/kv_block.md); queries whose sum is 0 or too large to be squared
+// change nothing. Every instruction set writes the same bytes.
+using EncodeKvKey = bool (*)(KvCodec codec, int head_dim, int num_queries, const float* x, const float* queries,
+                             std::uint8_t* out);
+
+EncodeKvKey encode_kv_key(Isa isa);
+
+bool encode_kv_key_serial(KvCodec codec, int head_dim, int num_queries, const float* x, const float* queries,
+                          std::uint8_t* out);
+bool encode_kv_key_avx2(KvCodec codec, int head_dim, int num_queries, const float* x, const float* queries,
+                        std::uint8_t* out);
+
+inline constexpr int kKvLanes = 8;      // sums over a stage are kept in so many lanes, by position
+inline constexpr int kMaxKvStages = 8;  // 6 for 256 values
+
+// Values [first, end) are rounded together, with what is known of the errors before them: half of those that are left.
+static constexpr int kv_stage_end(int first, int head_dim) {
+  const int half = (head_dim - first) / 2 / kKvLanes * kKvLanes;
+  return half == 0 ? head_dim : first + half;
+}
+
 // Rounds to nearest, ties to even; values beyond the range become infinity.
 static inline std::uint16_t f32_to_f16(float value) {
   const auto bits = std::bit_cast<std::uint32_t>(value);

@@ -48,6 +48,14 @@ class KVCodec(Protocol):
         """
         ...
 
+    def encode_keys(self, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+        """Return (..., K, N) stored elements of keys (..., K, D), knowing the queries (..., H, D) of their positions.
+
+        Both in the basis in which keys are stored, H a multiple of K. What an encoder makes of the queries is its own
+        matter; what it returns reads as any other row, within twice ``error_bound``.
+        """
+        ...
+
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
         """Return the (..., D) float32 values of ``stored`` (..., N); may share its memory."""
         ...

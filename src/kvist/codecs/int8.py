@@ -16,6 +16,15 @@ even, and held within [-127, 127].
 Rows of K hold turned keys (``kvist.kernels.rotation``): whoever writes turns them after RoPE, and whoever reads turns
 the queries. On SmolLM2-135M that divides the divergence by 3.5 (docs/decisions/0003-kv-codecs.md).
 
+A key is read by the queries of its own position and of those that follow, which are much alike. Where the former are
+known, codes are rounded so that the product with their sum stays as it was, each to one of the two grid points around
+its value (``encode_keys``). That takes another half off the divergence; whoever reads need not know.
+
+Stages of rounding: the first half of the values, half of the rest, and so on, in multiples of 8, the last 8 together.
+With e the errors of the stages before, q the sum of the queries and S the sum of its squares over the values not yet
+rounded, value d is rounded as if it were x_d - q_d (q . e) / (S + |q|^2 / D): the change that takes (q . e) back at the
+least cost, q . e and the errors weighted alike.
+
 Worked example, D = 2: (1.0, -2.5). 2.5 / 127 rounds to the half 0x250a, 0.0196838; the codes are 51 and -127; the row
 is 33 81 0a 25, which reads (1.00388, -2.49985).
 """
@@ -26,7 +35,17 @@ from dataclasses import dataclass
 
 import torch
 
-from kvist.kernels.kv_rows import INT8_GROUP, INT8_LIMIT, decode_int8, encode_int8
+from kvist.kernels import native
+from kvist.kernels.kv_rows import (
+    INT8_GROUP,
+    INT8_LIMIT,
+    decode_int8,
+    encode_int8,
+    encode_int8_keys,
+)
+
+_MAX_NATIVE_DIM = 256
+"""Largest head dimension of the native kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +77,11 @@ class Int8Codec:
         """Return the rows of the values."""
         return encode_int8(values)
 
+    def encode_keys(self, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+        """Return the rows of turned keys, rounded as the turned queries of their positions have it."""
+        rows = _encode_natively(keys, queries)
+        return encode_int8_keys(keys, queries) if rows is None else rows
+
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
         """Return what the rows stand for."""
         return decode_int8(stored, self._head_dim(stored.shape[-1]))
@@ -83,6 +107,30 @@ class Int8Codec:
     def _head_dim(self, stored_dim: int) -> int:
         # A group is INT8_GROUP + 2 bytes, the last one fewer.
         return stored_dim - 2 * -(-stored_dim // (INT8_GROUP + 2))
+
+
+def _encode_natively(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor | None:
+    """Return what ``encode_int8_keys`` does, many times faster; None where native code cannot or refuses a value.
+
+    In torch it takes about a hundred small operations, which a step that computes one token would wait for.
+    """
+    head_dim = keys.shape[-1]
+    if (
+        not native.available()
+        or keys.device.type != "cpu"
+        or head_dim % 8
+        or head_dim > _MAX_NATIVE_DIM
+    ):
+        return None
+    k, q = (
+        x.detach().to(torch.float32).reshape(-1, *x.shape[-2:]).contiguous().numpy()
+        for x in (keys, queries)
+    )
+    try:
+        rows = native.extension().encode_kv_keys("int8", k, q)
+    except ValueError:  # not finite
+        return None
+    return torch.from_numpy(rows).reshape(*keys.shape[:-1], -1)
 
 
 INT8 = Int8Codec()

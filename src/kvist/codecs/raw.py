@@ -48,6 +48,10 @@ class RawCodec:
         """Return the values rounded to the type."""
         return values.to(self.dtype)
 
+    def encode_keys(self, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:  # noqa: ARG002  # the protocol's
+        """Return the keys rounded to the type."""
+        return keys.to(self.dtype)
+
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
         """Return the values, exact, in float32."""
         return stored.to(torch.float32)

@@ -43,10 +43,15 @@ class KVStore(Protocol):
     def layer(self, layer_index: int) -> torch.Tensor:
         """Return one layer's blocks, (B, 2, K, P, D)."""
 
-    def write(
-        self, layer_index: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    def write(  # one argument for each thing that is stored, and where
+        self,
+        layer_index: int,
+        slots: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        queries: torch.Tensor | None = None,
     ) -> None:
-        """Store k and v, (T, K, D), of one layer in the given (T,) slots."""
+        """Store k and v, (T, K, D), of one layer in the given (T,) slots; (T, H, D) queries tell how to round keys."""
 
 
 class AttentionObserver(Protocol):
@@ -264,7 +269,9 @@ class Decoder:
             step.observer.see(layer.index, queries, keys, values)
         if arena.turns_keys:
             queries, keys = turn(queries), turn(keys)
-        arena.write(layer.index, batch.slots, keys, values)
+            arena.write(layer.index, batch.slots, keys, values, queries)
+        else:
+            arena.write(layer.index, batch.slots, keys, values)
         attended = dispatch.attention(
             queries,
             arena.layer(layer.index),

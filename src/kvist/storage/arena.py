@@ -124,8 +124,13 @@ class BlockArena:
         """Return the (B, 2, K, P, N) view of one layer in the codec's dtype; index 0 of axis 1 is K, 1 is V."""
         return self._layers[layer_index]
 
-    def write(
-        self, layer_index: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    def write(  # one argument for each thing that is stored, and where
+        self,
+        layer_index: int,
+        slots: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        queries: torch.Tensor | None = None,
     ) -> None:
         """Encode and store the K and V of one layer.
 
@@ -134,15 +139,22 @@ class BlockArena:
             slots: (T,) int64, ``block_id * P + offset`` each, no slot twice; a row whose slot is -1 is skipped.
             k: (T, K, D) keys, any float dtype, any strides; turned already where ``turns_keys``.
             v: (T, K, D) values.
+            queries: (T, H, D) of the same positions, turned as the keys are, for an encoder that rounds keys by them;
+                None: it rounds without.
 
         Mutates: The slots' bytes in this layer, and nothing else.
         """
         if bool((slots < 0).any()):
             rows = (slots >= 0).nonzero().squeeze(1)
             slots, k, v = slots[rows], k[rows], v[rows]
+            queries = None if queries is None else queries[rows]
         block_ids = torch.div(slots, self._kv_spec.block_size, rounding_mode="floor")
         offsets = slots - block_ids * self._kv_spec.block_size
-        stored = self._codec.encode(torch.stack((k, v), dim=1))
+        if queries is None:
+            stored = self._codec.encode(torch.stack((k, v), dim=1))
+        else:
+            keys = self._codec.encode_keys(k, queries)
+            stored = torch.stack((keys, self._codec.encode(v)), dim=1)
         self._writable[layer_index].index_put_((block_ids, offsets), stored)
 
     def damaged_rows(self, slots: torch.Tensor) -> list[int]:

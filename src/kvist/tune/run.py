@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RECORD_VERSION = 8
+RECORD_VERSION = 9
 """Of what a score means; a change of a codec's encoder is one."""
 MAX_SIDE_BY_SIDE = 6
 """Settings that are computed together: each needs room for its K and V, and for the scores of all tokens."""

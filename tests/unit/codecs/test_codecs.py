@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
@@ -13,7 +15,12 @@ from kvist.codecs import registry
 from kvist.codecs.int8 import INT8
 from kvist.codecs.raw import FLOAT32, RAW16
 from kvist.errors import ConfigError
+from kvist.kernels import native
+from kvist.kernels.kv_rows import encode_int8_keys
 from kvist.spec import CODEC_BITS, KVSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 CODECS = [registry.get(name) for name in registry.names()]
 IDS = registry.names()
@@ -183,6 +190,122 @@ def test_int8_reaches_up_to_the_largest_half() -> None:
 def test_int8_rounds_codes_to_even() -> None:
     values = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5])
     assert roundtrip(INT8, values).tolist() == [127.0, 0.0, 2.0, 2.0, 0.0, -2.0]
+
+
+@pytest.fixture(params=["readable", "native"])
+def encode_keys(request: pytest.FixtureRequest) -> Callable[..., torch.Tensor]:
+    """Both encoders of keys in int8."""
+    if request.param == "readable":
+        return encode_int8_keys
+    if not native.available():
+        pytest.skip("the native kernels were not built")
+    return INT8.encode_keys
+
+
+@st.composite
+def keys_and_queries(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
+    head_dim = draw(st.sampled_from([8, 24, 72]))
+    elements = st.floats(-1e3, 1e3, width=32, allow_subnormal=True)
+    keys, queries = (
+        torch.from_numpy(draw(st_numpy.arrays(np.float32, (2, rows, head_dim), elements=elements)))
+        for rows in (2, 6)
+    )
+    return keys * 2.0 ** draw(st.integers(-40, 12)), queries * 2.0 ** draw(st.integers(-70, 60))
+
+
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(rows=keys_and_queries())
+def test_keys_that_know_their_queries_are_off_by_a_step_at_most(
+    rows: tuple[torch.Tensor, torch.Tensor], encode_keys: Callable[..., torch.Tensor]
+) -> None:
+    keys, queries = rows
+    stored = encode_keys(keys, queries)
+    head_dim = keys.shape[-1]
+    plain = INT8.encode(keys)
+    assert torch.equal(stored[..., head_dim:], plain[..., head_dim:]), "the scales are the same"
+    moved = stored[..., :head_dim].view(torch.int8).int() - plain[..., :head_dim].view(torch.int8)
+    assert int(moved.abs().max()) <= 1
+    error = (keys.double() - INT8.decode(stored).double()).abs()
+    assert (error <= 2 * INT8.error_bound(keys).double()).all()
+    assert (error[keys == 0] == 0).all()
+
+
+def test_keys_that_know_their_queries_keep_the_product_with_them(
+    encode_keys: Callable[..., torch.Tensor],
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for head_dim, share in ((64, 0.5), (256, 0.3)):
+        keys = torch.randn(200, 2, head_dim, generator=generator)
+        queries = torch.randn(200, 6, head_dim, generator=generator)
+        together = queries.unflatten(1, (2, 3)).sum(2)
+
+        def errors(stored: torch.Tensor, x: torch.Tensor) -> tuple[float, float]:
+            error = INT8.decode(stored) - x
+            product = (error * together).sum(-1)  # noqa: B023  # called at once
+            return product.square().mean().sqrt().item(), error.square().mean().sqrt().item()
+
+        with_queries, without = (
+            errors(encode_keys(keys, queries), keys),
+            errors(INT8.encode(keys), keys),
+        )
+        assert with_queries[0] < share * without[0]
+        assert with_queries[1] < 1.1 * without[1]
+
+
+def test_whole_codes_are_exact_whatever_the_queries(
+    encode_keys: Callable[..., torch.Tensor],
+) -> None:
+    keys = torch.arange(-127.0, 128.0).repeat(2)[:448].view(1, 7, 64)
+    keys[..., 0] = 127.0
+    queries = torch.randn(1, 14, 64, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(INT8.decode(encode_keys(keys, queries)), keys)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e30, float("inf"), float("nan")])
+def test_queries_that_say_nothing_change_nothing(
+    scale: float, encode_keys: Callable[..., torch.Tensor]
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    keys = torch.randn(5, 2, 64, generator=generator)
+    queries = torch.randn(5, 6, 64, generator=generator) * scale
+    assert torch.equal(encode_keys(keys, queries), INT8.encode(keys))
+
+
+@pytest.mark.parametrize("wrong", [float("inf"), float("nan"), 1e7])
+def test_a_group_that_reads_as_nan_leaves_the_others_of_its_key(
+    wrong: float, encode_keys: Callable[..., torch.Tensor]
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    keys, queries = (torch.randn(1, rows, 128, generator=generator) for rows in (1, 3))
+    keys[0, 0, 3] = wrong
+    decoded = INT8.decode(encode_keys(keys, queries))
+    assert decoded[..., :64].isnan().all()
+    assert (decoded[..., 64:] - keys[..., 64:]).abs().max() < 2 * 4 / 127
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=IDS)
+def test_keys_in_parts_equal_the_keys_at_once(codec: object) -> None:
+    generator = torch.Generator().manual_seed(1)
+    keys, queries = (torch.randn(11, rows, 40, generator=generator) for rows in (2, 4))
+    parts = [
+        codec.encode_keys(*part)  # type: ignore[attr-defined]
+        for part in zip(keys.split([1, 4, 6]), queries.split([1, 4, 6]), strict=True)
+    ]
+    assert torch.equal(torch.cat(parts), codec.encode_keys(keys, queries))  # type: ignore[attr-defined]
+
+
+def test_bytes_of_a_key_that_knows_its_queries_are_pinned(
+    encode_keys: Callable[..., torch.Tensor],
+) -> None:
+    """The worked example of docs/formats/kv_block.md."""
+    keys = torch.tensor([127.0, 0.5, *[0.0, 0.5] * 7])[None, None]
+    queries = torch.stack((torch.full((16,), 0.25), torch.full((16,), 0.75)))[None]
+    assert bytes(INT8.encode(keys)[0, 0].tolist()).hex() == "7f" + "00" * 15 + "003c"
+    knowing = encode_keys(keys, queries)
+    assert bytes(knowing[0, 0].tolist()).hex() == "7f" + "00" * 8 + "01000100010001" + "003c"
+    assert INT8.decode(knowing).sum() == keys.sum()
 
 
 def test_byte_layout_is_pinned() -> None:
