@@ -332,7 +332,7 @@ template <Weights kWeights, bool kMasked>
   } else {
     _mm256_store_ps(reference, chunk_max);
   }
-  // Not a loop, of which the compiler makes `rep stos`: that takes longer to start than 8 stores take.
+  // Not a loop: the compiler makes `rep stos` of one, which is microcode.
   unroll<kLanes>([&](auto r) __attribute__((always_inline)) { row_vectors[r()] = _mm256_setzero_ps(); });
   constexpr int kDegree = kWeights == Weights::kFloat ? 5 : 4;
   for (int r = 0; r < num_rows; ++r) {
