@@ -126,22 +126,37 @@ inline void pair_codes(const std::uint8_t* one, const std::uint8_t* two, __m256i
   last = _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b));
 }
 
+// Where the row of a key is: anywhere, or behind the row of the key before.
+struct RowsAnywhere {
+  const std::uint8_t* const* rows;
+  const std::uint8_t* operator()(int key) const { return rows[key]; }
+};
+
+struct RowsTogether {
+  const std::uint8_t* first;
+  std::ptrdiff_t row_bytes;
+  const std::uint8_t* operator()(int key) const { return first + key * row_bytes; }
+};
+
 // The float16 scales of group `group` of num_keys rows, zeros up to a multiple of 16.
-inline void load_scales(const std::uint8_t* const* rows, int num_keys, int head_dim, int group, float* scales) {
+template <typename At>
+inline void load_scales(const At& at, int num_keys, int head_dim, int group, float* scales) {
   const int offset = head_dim + 2 * group;
+  // Its last 16 bits are the scale: one instruction takes two of them, and nothing beside the row is touched.
+  const auto up_to_scale = [&](int key) __attribute__((always_inline)) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at(key) + offset - 14));
+  };
+  const auto four = [&](int key) __attribute__((always_inline)) {
+    return _mm_unpackhi_epi32(_mm_unpackhi_epi16(up_to_scale(key), up_to_scale(key + 1)),
+                              _mm_unpackhi_epi16(up_to_scale(key + 2), up_to_scale(key + 3)));
+  };
   int key = 0;
-  for (; key + 8 <= num_keys; key += 8) {
-    __m128i bits = _mm_setzero_si128();
-    unroll<8>([&](auto i) __attribute__((always_inline)) {
-      std::uint16_t scale;
-      __builtin_memcpy(&scale, rows[key + i()] + offset, sizeof(scale));
-      bits = _mm_insert_epi16(bits, scale, i());
-    });
-    _mm256_store_ps(scales + key, _mm256_cvtph_ps(bits));
+  for (; offset >= 14 && key + 8 <= num_keys; key += 8) {
+    _mm256_store_ps(scales + key, _mm256_cvtph_ps(_mm_unpackhi_epi64(four(key), four(key + 4))));
   }
   for (; key < num_keys; ++key) {
     std::uint16_t scale;
-    __builtin_memcpy(&scale, rows[key] + offset, sizeof(scale));
+    __builtin_memcpy(&scale, at(key) + offset, sizeof(scale));
     scales[key] = _cvtsh_ss(scale);
   }
   for (; key % 16 != 0; ++key) {
@@ -317,9 +332,8 @@ template <Weights kWeights, bool kMasked>
   } else {
     _mm256_store_ps(reference, chunk_max);
   }
-  for (int r = 0; r < kLanes; ++r) {
-    row_vectors[r] = _mm256_setzero_ps();
-  }
+  // Not a loop: the compiler makes `rep stos` of one, which is microcode.
+  unroll<kLanes>([&](auto r) __attribute__((always_inline)) { row_vectors[r()] = _mm256_setzero_ps(); });
   constexpr int kDegree = kWeights == Weights::kFloat ? 5 : 4;
   for (int r = 0; r < num_rows; ++r) {
     const __m256 scale = _mm256_set1_ps(factor[r]);
@@ -352,10 +366,14 @@ template <Weights kWeights, bool kMasked>
         _mm256_store_ps(chunk.scores[r] + 8 * i, low);
         _mm256_store_ps(chunk.scores[r] + 8 * i + 8, high);
       } else {
-        for (int g = 0; g < num_groups; ++g) {
+        const auto store_group = [&](int g) __attribute__((always_inline)) {
           const float* const factors = value_factors + g * kChunk + 8 * i;
           store_integers(g, i, _mm256_mul_ps(low, _mm256_load_ps(factors)),
                          _mm256_mul_ps(high, _mm256_load_ps(factors + 8)));
+        };
+        store_group(0);
+        for (int g = 1; g < num_groups; ++g) {
+          store_group(g);
         }
       }
     }
@@ -395,6 +413,33 @@ inline Seen see(const std::int32_t* positions, int num_rows, int window, int beg
     result.masked = result.masked || first != 0 || last != count;
   }
   return result;
+}
+
+// The same where every row sees all of them.
+inline Seen see_all(int count, StripChunk& chunk) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(chunk.first_key), _mm256_setzero_si256());
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(chunk.last_key), _mm256_set1_epi32(count));
+  return {0, count, false};
+}
+
+// From the first position to the last one of an item's rows.
+struct Positions {
+  int first;
+  int last;
+
+  // Whether all rows see all keys of [begin, end).
+  bool see_all(int window, int begin, int end) const {
+    return first >= end - 1 && (window == 0 || last - window < begin);
+  }
+};
+
+inline Positions range_of(const std::int32_t* positions, int count) {
+  Positions range{positions[0], positions[0]};
+  for (int i = 1; i < count; ++i) {
+    range.first = positions[i] < range.first ? positions[i] : range.first;
+    range.last = positions[i] > range.last ? positions[i] : range.last;
+  }
+  return range;
 }
 
 // Sums of raw16 are kept in blocks of 16 values: the even ones, then the odd ones, as widening leaves them. Writes

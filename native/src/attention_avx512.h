@@ -32,7 +32,7 @@ inline void fill_rows(ChunkRows& chunk, int count) {
 
 // The float16 scales of group `group` of `count` rows, zeros up to a multiple of kKeyStep.
 inline void load_filled_scales(const std::uint8_t* const* rows, int count, int head_dim, int group, float* scales) {
-  load_scales(rows, count, head_dim, group, scales);
+  load_scales(RowsAnywhere{rows}, count, head_dim, group, scales);
   for (int key = round_up(count, 16); key % kKeyStep != 0; ++key) {
     scales[key] = 0.0F;
   }

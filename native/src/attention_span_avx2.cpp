@@ -79,13 +79,26 @@ Buffers divide(Scratch& scratch, int head_dim, int stacked) {
   return b;
 }
 
-// Eight bytes of e5m3 as float32: their exponents are 107 too small when the bits are moved to their places. No number
-// has low bits, which exp2_ps could not do with.
+// Eight bytes of e5m3 as float32, where none is 255: their exponents are 107 too small when the bits are moved to their
+// places.
+inline __m256 load_e5m3_numbers(const std::uint8_t* from) {
+  const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+  return _mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32(bytes, 20)), _mm256_set1_ps(0x1p107F));
+}
+
+// The same of any bytes. No number has low bits, which exp2_ps could not do with.
 inline __m256 load_e5m3(const std::uint8_t* from) {
   const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
-  const __m256 number = _mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32(bytes, 20)), _mm256_set1_ps(0x1p107F));
   const __m256i is_nan = _mm256_cmpeq_epi32(bytes, _mm256_set1_epi32(kE5m3Nan));
-  return _mm256_or_ps(number, _mm256_castsi256_ps(_mm256_and_si256(is_nan, _mm256_set1_epi32(0x7fc00000))));
+  return _mm256_or_ps(load_e5m3_numbers(from),
+                      _mm256_castsi256_ps(_mm256_and_si256(is_nan, _mm256_set1_epi32(0x7fc00000))));
+}
+
+inline std::uint8_t max_lanes_u8(__m256i v) {
+  const __m128i half = _mm_max_epu8(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+  const __m128i below = _mm_xor_si128(half, _mm_set1_epi8(-1));  // vphminposuw finds the least of 8 words
+  const __m128i words = _mm_min_epu8(below, _mm_srli_epi16(below, 8));
+  return static_cast<std::uint8_t>(~_mm_cvtsi128_si32(_mm_minpos_epu16(words)));
 }
 
 inline float sum_lanes(__m256 v) {
@@ -124,69 +137,107 @@ inline void read_numbers(const std::uint8_t* record, const KvRecordLayout& parts
     _mm256_store_ps(span.middles + d, _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(zeros)),
                                                       _mm256_set1_ps(0.5F), _mm256_set1_ps(middle)));
   }
-  span.nan_scales = 0;
+  // As bytes they are in the order of the numbers.
+  const __m256i nan = _mm256_set1_epi8(static_cast<char>(kE5m3Nan));
+  const __m256i first = load(record + parts.scales);
+  const __m256i last = load(record + parts.scales + 32);
+  const __m256i first_nan = _mm256_cmpeq_epi8(first, nan);
+  const __m256i last_nan = _mm256_cmpeq_epi8(last, nan);
+  span.nan_scales = static_cast<std::uint32_t>(_mm256_movemask_epi8(first_nan)) |
+                    std::uint64_t{static_cast<std::uint32_t>(_mm256_movemask_epi8(last_nan))} << 32;
+  alignas(32) std::uint8_t scales[kSpanTokens];
+  _mm256_store_si256(reinterpret_cast<__m256i*>(scales), _mm256_andnot_si256(first_nan, first));
+  _mm256_store_si256(reinterpret_cast<__m256i*>(scales + 32), _mm256_andnot_si256(last_nan, last));
+  const float largest = e5m3_to_f32(
+      max_lanes_u8(_mm256_max_epu8(_mm256_andnot_si256(first_nan, first), _mm256_andnot_si256(last_nan, last))));
+  const __m256 factor = _mm256_set1_ps(largest > 0.0F ? static_cast<float>(kWeight15) / largest : 0.0F);
   for (int t = 0; t < kSpanTokens; t += 8) {
-    const __m256 scale = load_e5m3(record + parts.scales + t);
-    const __m256 is_nan = _mm256_cmp_ps(scale, scale, _CMP_UNORD_Q);
-    span.nan_scales |= static_cast<std::uint64_t>(_mm256_movemask_ps(is_nan)) << t;
-    _mm256_store_ps(span.value_factors + t, _mm256_andnot_ps(is_nan, scale));
+    _mm256_store_ps(span.value_factors + t, _mm256_mul_ps(load_e5m3_numbers(scales + t), factor));
   }
-  span.undo = normalise_scales(span.value_factors, kSpanTokens);
+  span.undo = largest / static_cast<float>(kWeight15);
 }
 
-// A row against a span: what the products of digits and codes are multiplied by, and what is added to that.
+// The rows of a strip against a span: what the products of digits and codes are multiplied by, and what is added.
 struct RowFactors {
-  float factor;
-  float base;
+  alignas(32) float factor[kLanes];
+  alignas(32) float base[kLanes];
 };
 
-// Query times steps.
+// Queries times steps, by row of a strip.
 struct RowProducts {
-  float unit;  // of a high digit; 0 where nothing can be said in units
-  float base;  // the score of a key whose codes are all in the middle
+  __m256 unit;  // of a high digit; 0 where nothing can be said in units
+  __m256 base;  // the score of a key whose codes are all in the middle
 };
 
-inline RowProducts multiply_steps(const float* query, const SpanNumbers& span, int head_dim, float* products) {
-  __m256 most = _mm256_setzero_ps();
-  __m256 base = _mm256_setzero_ps();
-  for (int d = 0; d < head_dim; d += 8) {
-    const __m256 u = _mm256_mul_ps(_mm256_load_ps(query + d), _mm256_load_ps(span.steps + d));
-    _mm256_store_ps(products + d, u);
-    most = _mm256_max_ps(most, _mm256_andnot_ps(_mm256_set1_ps(-0.0F), u));
-    base = _mm256_fmadd_ps(u, _mm256_load_ps(span.middles + d), base);
+inline RowProducts multiply_steps(const float* queries, const SpanNumbers& span, int num_rows, int head_dim, int width,
+                                  float* products) {
+  __m256 most[kLanes];
+  __m256 base[kLanes];
+  unroll<kLanes>([&](auto r) __attribute__((always_inline)) {
+    most[r()] = _mm256_setzero_ps();
+    base[r()] = _mm256_setzero_ps();
+  });
+  for (int row = 0; row < num_rows; ++row) {
+    const float* const query = queries + static_cast<std::ptrdiff_t>(row) * head_dim;
+    float* const to = products + static_cast<std::ptrdiff_t>(row) * width;
+    __m256 row_most = _mm256_setzero_ps();
+    __m256 row_base = _mm256_setzero_ps();
+    for (int d = 0; d < head_dim; d += 16) {
+      unroll<2>([&](auto i) __attribute__((always_inline)) {
+        const __m256 u = _mm256_mul_ps(_mm256_load_ps(query + d + 8 * i()), _mm256_load_ps(span.steps + d + 8 * i()));
+        _mm256_store_ps(to + d + 8 * i(), u);
+        row_most = _mm256_max_ps(row_most, _mm256_andnot_ps(_mm256_set1_ps(-0.0F), u));
+        row_base = _mm256_fmadd_ps(u, _mm256_load_ps(span.middles + d + 8 * i()), row_base);
+      });
+    }
+    most[row] = row_most;
+    base[row] = row_base;
   }
-  const float largest = max_lanes(most);
+  const __m256 largest = max_of_each(most);
   // Products so small that the inverse of a unit overflows count as 0.
-  return {largest < 1e-30F ? 0.0F : largest * (1.0F / 127.0F), sum_lanes(base)};
+  const __m256 is_small = _mm256_cmp_ps(largest, _mm256_set1_ps(1e-30F), _CMP_LT_OQ);
+  return {_mm256_andnot_ps(is_small, _mm256_mul_ps(largest, _mm256_set1_ps(1.0F / 127.0F))), sum_of_each(base)};
 }
 
 enum class Digit { kHigh, kLow };
 
-// Writes one digit of each product and returns the digits' sum. The high ones are there when the low ones are wanted.
+// Writes one digit of each product and returns the sums of the rows' digits. The high ones are there when the low ones
+// are wanted.
 template <Digit kDigit>
-inline std::int32_t take_digits(const float* products, float unit, int width, std::int8_t* digits) {
-  const float inverse = unit == 0.0F ? 0.0F : 1.0F / unit;
-  const __m256 scale = _mm256_set1_ps(kDigit == Digit::kHigh ? inverse : 128.0F * inverse);
-  const auto integers = [&](int d) __attribute__((always_inline)) {
-    const __m256 u = _mm256_load_ps(products + d);
-    if constexpr (kDigit == Digit::kHigh) {
-      return _mm256_cvtps_epi32(_mm256_mul_ps(u, scale));
-    } else {
-      const __m128i high = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(digits + d));
-      const __m256 rest = _mm256_fnmadd_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(high)), _mm256_set1_ps(unit), u);
-      return _mm256_cvtps_epi32(_mm256_mul_ps(rest, scale));
-    }
-  };
+inline __m256 take_digits(const float* products, __m256 unit, int num_rows, int width, std::int8_t* digits) {
+  const __m256 one = _mm256_set1_ps(kDigit == Digit::kHigh ? 1.0F : 128.0F);
+  const __m256 is_zero = _mm256_cmp_ps(unit, _mm256_setzero_ps(), _CMP_EQ_OQ);
+  alignas(32) float units[kLanes];
+  alignas(32) float scales[kLanes];
+  _mm256_store_ps(units, unit);
+  _mm256_store_ps(scales, _mm256_mul_ps(one, _mm256_andnot_ps(is_zero, _mm256_div_ps(_mm256_set1_ps(1.0F), unit))));
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  __m256i sum = _mm256_setzero_si256();
-  for (int d = 0; d < width; d += 32) {
-    const __m256i first = _mm256_packs_epi32(integers(d), integers(d + 8));
-    const __m256i last = _mm256_packs_epi32(integers(d + 16), integers(d + 24));
-    const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(first, last), order);
-    _mm256_store_si256(reinterpret_cast<__m256i*>(digits + d), bytes);
-    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes));
+  __m256 sums[kLanes];
+  unroll<kLanes>([&](auto r) __attribute__((always_inline)) { sums[r()] = _mm256_setzero_ps(); });
+  for (int row = 0; row < num_rows; ++row, products += width, digits += width) {
+    const __m256 scale = _mm256_set1_ps(scales[row]);
+    const auto integers = [&](int d) __attribute__((always_inline)) {
+      const __m256 u = _mm256_load_ps(products + d);
+      if constexpr (kDigit == Digit::kHigh) {
+        return _mm256_cvtps_epi32(_mm256_mul_ps(u, scale));
+      } else {
+        const __m128i high = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(digits + d));
+        const __m256 rest =
+            _mm256_fnmadd_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(high)), _mm256_set1_ps(units[row]), u);
+        return _mm256_cvtps_epi32(_mm256_mul_ps(rest, scale));
+      }
+    };
+    __m256i sum = _mm256_setzero_si256();
+    for (int d = 0; d < width; d += 32) {
+      const __m256i first = _mm256_packs_epi32(integers(d), integers(d + 8));
+      const __m256i last = _mm256_packs_epi32(integers(d + 16), integers(d + 24));
+      const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(first, last), order);
+      _mm256_store_si256(reinterpret_cast<__m256i*>(digits + d), bytes);
+      sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes));
+    }
+    sums[row] = _mm256_cvtepi32_ps(_mm256_madd_epi16(sum, _mm256_set1_epi16(1)));
   }
-  return sum_lanes(_mm256_madd_epi16(sum, _mm256_set1_epi16(1)));
+  return sum_of_each(sums);  // of integers, exact
 }
 
 // Codes of two vectors of lanes out of one group.
@@ -198,7 +249,8 @@ struct CodePair {
 // int4: the low and the high halves of 32 bytes.
 [[gnu::always_inline]] inline CodePair split_int4(const std::uint8_t* from) {
   const __m256i mask = _mm256_set1_epi8(15);
-  const __m256i x = load(from);
+  __m256i x = load(from);
+  asm("" : "+x"(x));  // loaded once
   return {_mm256_and_si256(x, mask), _mm256_and_si256(_mm256_srli_epi16(x, 4), mask)};
 }
 
@@ -219,35 +271,48 @@ inline __m256i join_int3(__m256i low, __m256i high) {
   return _mm256_or_si256(two, third_bit<kBit>(high));
 }
 
+// The products of kGroups groups of channels, in 16 bits: two vectors of positions for each row.
+template <int kRows, int kGroups, typename Split>
+[[gnu::always_inline]] inline void multiply_digits(const Split& split, int group_bytes, const std::uint8_t* codes,
+                                                   const std::int8_t* digits, int width, Ahead& ahead,
+                                                   __m256i (&sums)[kRows][2]) {
+  unroll<kGroups>([&](auto group) __attribute__((always_inline)) {
+    if constexpr (group() % 2 == 0) {
+      ahead.ask();
+    }
+    const CodePair pair = split(codes + group() * group_bytes);
+    unroll<kRows>([&](auto r) __attribute__((always_inline)) {
+      const __m256i u = broadcast(digits + r() * width + 4 * group());
+      if constexpr (group() == 0) {
+        sums[r()][0] = _mm256_maddubs_epi16(pair.first, u);
+        sums[r()][1] = _mm256_maddubs_epi16(pair.second, u);
+      } else {
+        add_words_in_place(sums[r()][0], _mm256_maddubs_epi16(pair.first, u));
+        add_words_in_place(sums[r()][1], _mm256_maddubs_epi16(pair.second, u));
+      }
+    });
+  });
+}
+
 // Scores of kRows rows by one digit: two vectors of positions from `split` at the places `first` and `second`. The high
 // digit's are written, the low one's added to them.
 template <int kRows, Digit kDigit, typename Split>
 [[gnu::always_inline]] inline void score_pair(const Split& split, int group_bytes, const std::uint8_t* codes,
-                                              const std::int8_t* digits, int head_dim, const RowFactors* factors,
-                                              int first, int second, Ahead& ahead, float* scores) {
+                                              const std::int8_t* digits, int head_dim, const RowFactors& factors,
+                                              int first_row, int first, int second, Ahead& ahead, float* scores) {
   const int num_groups = head_dim / 4;
   const int width = round_up(head_dim, 32);
   for (int start = 0; start < num_groups; start += kGroupsIn16Bits) {
-    const int stop = start + kGroupsIn16Bits < num_groups ? start + kGroupsIn16Bits : num_groups;
     __m256i sums[kRows][2];
-    const std::uint8_t* at = codes + static_cast<std::ptrdiff_t>(start) * group_bytes;
-    const std::int8_t* digit = digits + 4 * start;
-    unroll<kRows>([&](auto r) __attribute__((always_inline)) {
-      sums[r()][0] = _mm256_setzero_si256();
-      sums[r()][1] = _mm256_setzero_si256();
-    });
-    for (int group = start; group < stop; ++group, at += group_bytes, digit += 4) {
-      ahead.ask();
-      const CodePair pair = split(at);
-      unroll<kRows>([&](auto r) __attribute__((always_inline)) {
-        const __m256i u = broadcast(digit + r() * width);
-        add_words_in_place(sums[r()][0], _mm256_maddubs_epi16(pair.first, u));
-        add_words_in_place(sums[r()][1], _mm256_maddubs_epi16(pair.second, u));
-      });
+    const std::uint8_t* const at = codes + static_cast<std::ptrdiff_t>(start) * group_bytes;
+    if (num_groups - start >= kGroupsIn16Bits) {
+      multiply_digits<kRows, kGroupsIn16Bits>(split, group_bytes, at, digits + 4 * start, width, ahead, sums);
+    } else {
+      multiply_digits<kRows, kGroupsIn16Bits / 2>(split, group_bytes, at, digits + 4 * start, width, ahead, sums);
     }
     unroll<kRows>([&](auto r) __attribute__((always_inline)) {
-      const __m256 factor = _mm256_set1_ps(factors[r()].factor);
-      const __m256 base = _mm256_set1_ps(factors[r()].base);
+      const __m256 factor = _mm256_set1_ps(factors.factor[first_row + r()]);
+      const __m256 base = _mm256_set1_ps(factors.base[first_row + r()]);
       unroll<2>([&](auto i) __attribute__((always_inline)) {
         const __m256 sum = _mm256_cvtepi32_ps(_mm256_madd_epi16(sums[r()][i()], _mm256_set1_epi16(1)));
         float* const to = scores + r() * kChunk + (i() == 0 ? first : second);
@@ -265,11 +330,12 @@ template <int kRows, Digit kDigit, typename Split>
 
 template <int kBits, int kRows, Digit kDigit>
 [[gnu::noinline]] void score_span(const std::uint8_t* codes, const std::int8_t* digits, int head_dim,
-                                  const RowFactors* factors, Ahead ahead, float* scores) {
+                                  const RowFactors& factors, int first_row, Ahead ahead, float* scores) {
+  ahead.step *= 2;
   if constexpr (kBits == 4) {
     for (int i = 0; i < 4; ++i) {
-      score_pair<kRows, kDigit>(split_int4, 128, codes + 32 * i, digits, head_dim, factors, 8 * i, 32 + 8 * i, ahead,
-                                scores);
+      score_pair<kRows, kDigit>(split_int4, 128, codes + 32 * i, digits, head_dim, factors, first_row, 8 * i,
+                                32 + 8 * i, ahead, scores);
     }
   } else {
     unroll<4>([&](auto i) __attribute__((always_inline)) {
@@ -281,8 +347,8 @@ template <int kBits, int kRows, Digit kDigit>
         const __m256i high = load(from + 64);
         return CodePair{join_int3<place, vector>(low, high), join_int3<place + 1, vector + 2>(low, high)};
       };
-      score_pair<kRows, kDigit>(split, 96, codes, digits, head_dim, factors, 8 * vector, 8 * vector + 16, ahead,
-                                scores);
+      score_pair<kRows, kDigit>(split, 96, codes, digits, head_dim, factors, first_row, 8 * vector, 8 * vector + 16,
+                                ahead, scores);
     });
   }
 }
@@ -346,9 +412,9 @@ template <int kRows, Precision kPrecision, typename Split>
   constexpr int kWeightBytes = kPrecision == Precision::kFull ? 8 : 4;  // of a group
   const auto* weights = reinterpret_cast<const std::uint8_t*>(rows.weights);
   constexpr int kRowBytes = kChunk * static_cast<int>(sizeof(std::int16_t));
-  for (int group = 0; group < kNumGroups; ++group, codes += group_bytes, weights += kWeightBytes) {
-    ahead.ask();
-    const CodePair pair = split(codes);
+  const auto add_group = [&](const std::uint8_t* from,
+                             const std::uint8_t* weight_bytes) __attribute__((always_inline)) {
+    const CodePair pair = split(from);
     const __m256i one = _mm256_shuffle_epi8(levels, pair.first);
     const __m256i two = _mm256_shuffle_epi8(levels, pair.second);
     if constexpr (kPrecision == Precision::kFull) {
@@ -357,21 +423,26 @@ template <int kRows, Precision kPrecision, typename Split>
       const __m256i odd_one = _mm256_srli_epi16(one, 8);
       const __m256i odd_two = _mm256_srli_epi16(two, 8);
       unroll<kRows>([&](auto r) __attribute__((always_inline)) {
-        const __m256i even = broadcast(weights + r() * kRowBytes);
+        const __m256i even = broadcast(weight_bytes + r() * kRowBytes);
         add_in_place(sums[r()][0], _mm256_madd_epi16(even_one, even));
         add_in_place(sums[r()][1], _mm256_madd_epi16(even_two, even));
-        const __m256i odd = broadcast(weights + r() * kRowBytes + 4);
+        const __m256i odd = broadcast(weight_bytes + r() * kRowBytes + 4);
         add_in_place(sums[r()][0], _mm256_madd_epi16(odd_one, odd));
         add_in_place(sums[r()][1], _mm256_madd_epi16(odd_two, odd));
       });
     } else {
       unroll<kRows>([&](auto r) __attribute__((always_inline)) {
-        const __m256i weight = broadcast(weights + r() * kRowBytes);
+        const __m256i weight = broadcast(weight_bytes + r() * kRowBytes);
         const __m256i ones = _mm256_set1_epi16(1);
         add_in_place(sums[r()][0], _mm256_madd_epi16(_mm256_maddubs_epi16(weight, one), ones));
         add_in_place(sums[r()][1], _mm256_madd_epi16(_mm256_maddubs_epi16(weight, two), ones));
       });
     }
+  };
+  for (int group = 0; group < kNumGroups; group += 2, codes += 2 * group_bytes, weights += 2 * kWeightBytes) {
+    ahead.ask();
+    add_group(codes, weights);
+    add_group(codes + group_bytes, weights + kWeightBytes);
   }
   unroll<kRows>([&](auto r) __attribute__((always_inline)) {
     const __m256 shrink = _mm256_set1_ps(rows.old_factor[r()]);
@@ -400,6 +471,7 @@ template <int kBits, int kRows, Precision kPrecision>
 [[gnu::noinline]] void add_span(const std::uint8_t* codes, const RowWeights& rows, int head_dim, Ahead ahead,
                                 float* sums) {
   const __m256i levels = level_table<kBits, kPrecision>();
+  ahead.step *= 2;
   if constexpr (kBits == 4) {
     for (int lane = 0; lane < head_dim / 2; lane += 8) {
       add_pair<kRows, kPrecision>(split_int4, 2 * head_dim, levels, kInt4Levels[0], codes + 4 * lane, rows, head_dim,
@@ -510,6 +582,7 @@ void run_spans(const AttentionShape& shape, const AttentionItem& item, const KvL
   };
   alignas(32) float units[kLanes];
   _mm256_store_ps(units, _mm256_set1_ps(1.0F));
+  const Positions positions = range_of(item.positions, item.num_rows);
   SpanNumbers numbers;
   StripChunk chunk;
   const int last_span = ceil_div(item.key_end, kSpanTokens);
@@ -528,7 +601,9 @@ void run_spans(const AttentionShape& shape, const AttentionItem& item, const KvL
     read_numbers(here, parts, head_dim, kMiddle, numbers);
     for (int strip = 0; strip < stacked; strip += kLanes) {
       const int num_rows = stacked - strip < kLanes ? stacked - strip : kLanes;
-      Seen seen = see(b.positions + strip, num_rows, shape.window, begin, count, chunk);
+      Seen seen = positions.see_all(shape.window, begin, begin + count)
+                      ? see_all(count, chunk)
+                      : see(b.positions + strip, num_rows, shape.window, begin, count, chunk);
       for (int r = 0; r < num_rows && skipped > 0; ++r) {
         chunk.first_key[r] = chunk.first_key[r] < skipped ? skipped : chunk.first_key[r];
         seen.masked = true;
@@ -542,20 +617,18 @@ void run_spans(const AttentionShape& shape, const AttentionItem& item, const KvL
         const std::uint8_t* const asked = strip == 0 && first == 0 && next != nullptr ? next : here;
         return Ahead{reinterpret_cast<std::uintptr_t>(asked + from), kStep};
       };
-      RowProducts products[kLanes];
-      RowFactors factors[kLanes];
-      alignas(32) float errors[kLanes] = {};
-      for (int r = 0; r < num_rows; ++r) {
-        float* const row = b.products + static_cast<std::ptrdiff_t>(r) * width;
-        products[r] = multiply_steps(b.queries + at + r * head_dim, numbers, head_dim, row);
-        const float unit = products[r].unit;
-        const std::int32_t sum = take_digits<Digit::kHigh>(row, unit, width, b.digits + r * width);
-        factors[r] = {unit, products[r].base + b.offsets[strip + r] - unit * kMiddle * static_cast<float>(sum)};
-        errors[r] = unit * error_per_unit;
-      }
+      const RowProducts products = multiply_steps(b.queries + at, numbers, num_rows, head_dim, width, b.products);
+      const __m256 sums = take_digits<Digit::kHigh>(b.products, products.unit, num_rows, width, b.digits);
+      const __m256 middle = _mm256_set1_ps(kMiddle);
+      RowFactors factors;
+      _mm256_store_ps(factors.factor, products.unit);
+      _mm256_store_ps(factors.base, _mm256_fnmadd_ps(_mm256_mul_ps(products.unit, middle), sums,
+                                                     _mm256_add_ps(products.base, _mm256_load_ps(b.offsets + strip))));
+      alignas(32) float errors[kLanes];
+      _mm256_store_ps(errors, _mm256_mul_ps(products.unit, _mm256_set1_ps(error_per_unit)));
       for_passes<kScoreRows>(num_rows, [&](auto pass, int first) {
-        score_span<kBits, pass(), Digit::kHigh>(here + parts.key_codes, b.digits + first * width, head_dim,
-                                                factors + first, ahead(first, 0), chunk.scores[first]);
+        score_span<kBits, pass(), Digit::kHigh>(here + parts.key_codes, b.digits + first * width, head_dim, factors,
+                                                first, ahead(first, 0), chunk.scores[first]);
       });
       StripState& state = b.states[strip / kLanes];
       const StripState before = state;
@@ -577,15 +650,13 @@ void run_spans(const AttentionShape& shape, const AttentionItem& item, const KvL
         minor = is_minor(before, state, chunk, num_rows, errors, b.variances + strip);
       }
       if (!minor) {
-        for (int r = 0; r < num_rows; ++r) {
-          const std::int32_t sum = take_digits<Digit::kLow>(b.products + static_cast<std::ptrdiff_t>(r) * width,
-                                                            products[r].unit, width, b.digits + r * width);
-          const float unit = products[r].unit / 128.0F;
-          factors[r] = {unit, -unit * kMiddle * static_cast<float>(sum)};
-        }
+        const __m256 low_sums = take_digits<Digit::kLow>(b.products, products.unit, num_rows, width, b.digits);
+        const __m256 unit = _mm256_mul_ps(products.unit, _mm256_set1_ps(1.0F / 128.0F));
+        _mm256_store_ps(factors.factor, unit);
+        _mm256_store_ps(factors.base, _mm256_mul_ps(_mm256_mul_ps(unit, _mm256_set1_ps(-kMiddle)), low_sums));
         for_passes<kScoreRows>(num_rows, [&](auto pass, int first) {
-          score_span<kBits, pass(), Digit::kLow>(here + parts.key_codes, b.digits + first * width, head_dim,
-                                                 factors + first, ahead(kLanes, 0), chunk.scores[first]);
+          score_span<kBits, pass(), Digit::kLow>(here + parts.key_codes, b.digits + first * width, head_dim, factors,
+                                                 first, ahead(kLanes, 0), chunk.scores[first]);
         });
         state = before;
         soften();

@@ -9,8 +9,8 @@
 //            times V's scales in 15 bits, against pairs of keys
 //
 // Memory: every line of K and V once, the next chunk's asked for as this one is worked on. At D = 64 and 3 rows a key
-// takes some 31 (int8) or 39 cycles (raw16) on Zen 3 in the first-level cache. Two threads take as long from memory as
-// from a cache. Scores and sums are float32, integer sums exact.
+// takes some 28 (int8) or 39 cycles (raw16) on Zen 3 in the first-level cache, int8 1.4 times as long from memory.
+// Scores and sums are float32, integer sums exact.
 
 #include "attention_avx2.h"
 
@@ -77,21 +77,29 @@ inline Ahead loop_ahead(const std::uint8_t* base, int first, const Asks& asks) {
   return {reinterpret_cast<std::uintptr_t>(base) + static_cast<std::uintptr_t>(first * kLine), asks.step};
 }
 
-// Where K of the keys [begin, end) begins, which V follows by v_offset; null where there are none, and where they are
-// in several blocks: those are asked for at once.
+// Where K of the keys [begin, end) begins, which V follows by v_offset; null where they are in several blocks.
+const std::uint8_t* in_one_block(const KvLayout& layout, const AttentionItem& item, const KvLayer& layer, int begin,
+                                 int end, std::int64_t v_offset) {
+  const int block = begin / layout.block_size;
+  if (end - block * layout.block_size > layout.block_size) {
+    return nullptr;
+  }
+  return layer.base + item.block_offsets[block] + item.kv_head * (v_offset / layout.num_kv_heads) +
+         static_cast<std::int64_t>(begin - block * layout.block_size) * layout.row_bytes;
+}
+
+// The same for keys to be asked for. Null where there are none, too. Those in several blocks are asked for at once.
 const std::uint8_t* look_ahead(const KvLayout& layout, const AttentionItem& item, const KvLayer& layer, int begin,
                                int end, std::int64_t v_offset) {
   if (begin >= end) {
     return nullptr;
   }
-  const int block = begin / layout.block_size;
-  if (end - block * layout.block_size > layout.block_size) {
+  const std::uint8_t* const keys = in_one_block(layout, item, layer, begin, end, v_offset);
+  if (keys == nullptr) {
     ChunkRows rows;
     locate_rows<true>(layout, item, layer, begin, end, rows);
-    return nullptr;
   }
-  return layer.base + item.block_offsets[block] + item.kv_head * (v_offset / layout.num_kv_heads) +
-         static_cast<std::int64_t>(begin - block * layout.block_size) * layout.row_bytes;
+  return keys;
 }
 
 inline __m256i load(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
@@ -118,55 +126,61 @@ inline __m128 sum_of_each4(__m256 ab, __m256 cd) {
   return _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
 }
 
-// Scores of kRows rows against the keys of a chunk, up to a multiple of 4. Two keys at a time: a row's vector is loaded
-// once for both.
-template <int kRows>
-[[gnu::noinline]] void score_int8(const std::int16_t* queries, const std::uint8_t* const* rows, int count, int head_dim,
-                                  const float* key_scales, Ahead ahead, float* scores) {
-  for (int first = 0; first < head_dim; first += kKvGroup, key_scales += kChunk) {
-    const int last = head_dim < first + kKvGroup ? head_dim : first + kKvGroup;
-    for (int key = 0; key < count; key += 4) {
-      unroll<kScoreInt8Asks>([&](auto) __attribute__((always_inline)) { ahead.ask(); });
-      __m256i folded[kRows][2];
-      unroll<2>([&](auto half) __attribute__((always_inline)) {
-        const std::uint8_t* const one = rows[key + 2 * half()];
-        const std::uint8_t* const two = rows[key + 2 * half() + 1];
-        __m256i sums[kRows][2];
-        const auto step = [&](int d, auto is_first) __attribute__((always_inline)) {
-          const __m256i a = load_codes(one + d);
-          const __m256i b = load_codes(two + d);
-          unroll<kRows>([&](auto r) __attribute__((always_inline)) {
-            const __m256i q = load(queries + r() * head_dim + d);
-            if constexpr (is_first()) {
-              sums[r()][0] = _mm256_madd_epi16(a, q);
-              sums[r()][1] = _mm256_madd_epi16(b, q);
-            } else {
-              add_in_place(sums[r()][0], _mm256_madd_epi16(a, q));
-              add_in_place(sums[r()][1], _mm256_madd_epi16(b, q));
-            }
-          });
-        };
-        step(first, std::true_type{});
-        if (last - first == kKvGroup) {
-          step(first + 16, std::false_type{});
-          step(first + 32, std::false_type{});
-          step(first + 48, std::false_type{});
-        } else {
-          for (int d = first + 16; d < last; d += 16) {
-            step(d, std::false_type{});
+// Scores of kRows rows against the keys of a chunk, up to a multiple of 4, by 16 * kBlocks values. Two keys at a time: a
+// row's vectors stay in registers as far as there are any, and are operands in memory otherwise.
+template <int kRows, int kBlocks, typename At>
+[[gnu::always_inline]] inline void score_int8_group(const std::int16_t* queries, const At& at, int count, int head_dim,
+                                                    int first, const float* key_scales, Ahead& ahead, float* scores) {
+  __m256i q[kRows][kBlocks];
+  unroll<kRows>([&](auto r) __attribute__((always_inline)) {
+    unroll<kBlocks>([&](auto i) __attribute__((always_inline)) {
+      q[r()][i()] = load(queries + r() * head_dim + first + 16 * i());
+    });
+  });
+  for (int key = 0; key < count; key += 4) {
+    unroll<kScoreInt8Asks>([&](auto) __attribute__((always_inline)) { ahead.ask(); });
+    __m256i folded[kRows][2];
+    unroll<2>([&](auto half) __attribute__((always_inline)) {
+      const std::uint8_t* const one = at(key + 2 * half()) + first;
+      const std::uint8_t* const two = at(key + 2 * half() + 1) + first;
+      __m256i sums[kRows][2];
+      unroll<kBlocks>([&](auto i) __attribute__((always_inline)) {
+        const __m256i a = load_codes(one + 16 * i());
+        const __m256i b = load_codes(two + 16 * i());
+        unroll<kRows>([&](auto r) __attribute__((always_inline)) {
+          if constexpr (i() == 0) {
+            sums[r()][0] = _mm256_madd_epi16(a, q[r()][i()]);
+            sums[r()][1] = _mm256_madd_epi16(b, q[r()][i()]);
+          } else {
+            add_in_place(sums[r()][0], _mm256_madd_epi16(a, q[r()][i()]));
+            add_in_place(sums[r()][1], _mm256_madd_epi16(b, q[r()][i()]));
           }
-        }
-        unroll<kRows>([&](auto r)
-                          __attribute__((always_inline)) { folded[r()][half()] = fold(sums[r()][0], sums[r()][1]); });
+        });
       });
-      const __m128 scale = _mm_load_ps(key_scales + key);
-      unroll<kRows>([&](auto r) __attribute__((always_inline)) {
-        float* const to = scores + r() * kChunk + key;
-        const __m128 sum = _mm_cvtepi32_ps(sum_of_each4(folded[r()][0], folded[r()][1]));
-        _mm_store_ps(to, first == 0 ? _mm_mul_ps(sum, scale) : _mm_fmadd_ps(sum, scale, _mm_load_ps(to)));
-      });
-    }
+      unroll<kRows>([&](auto r)
+                        __attribute__((always_inline)) { folded[r()][half()] = fold(sums[r()][0], sums[r()][1]); });
+    });
+    const __m128 scale = _mm_load_ps(key_scales + key);
+    unroll<kRows>([&](auto r) __attribute__((always_inline)) {
+      float* const to = scores + r() * kChunk + key;
+      const __m128 sum = _mm_cvtepi32_ps(sum_of_each4(folded[r()][0], folded[r()][1]));
+      _mm_store_ps(to, first == 0 ? _mm_mul_ps(sum, scale) : _mm_fmadd_ps(sum, scale, _mm_load_ps(to)));
+    });
   }
+}
+
+template <int kRows, typename At>
+[[gnu::noinline]] void score_int8(const std::int16_t* queries, At at, int count, int head_dim, const float* key_scales,
+                                  Ahead ahead, float* scores) {
+  int first = 0;
+  for (; first + kKvGroup <= head_dim; first += kKvGroup, key_scales += kChunk) {
+    score_int8_group<kRows, kKvGroup / 16>(queries, at, count, head_dim, first, key_scales, ahead, scores);
+  }
+  unroll<kKvGroup / 16 - 1>([&](auto i) __attribute__((always_inline)) {
+    if (head_dim - first == 16 * (i() + 1)) {
+      score_int8_group<kRows, i() + 1>(queries, at, count, head_dim, first, key_scales, ahead, scores);
+    }
+  });
 }
 
 inline void widen(__m256i x, __m256& even, __m256& odd) {
@@ -214,42 +228,71 @@ template <int kRows>
   }
 }
 
-// Adds a chunk's weighted values to the sums of kRows rows, 16 values at a time.
-template <int kRows>
-[[gnu::noinline]] void add_int8(float* all_sums, const std::uint8_t* const* rows, int count, int head_dim,
-                                const float* undo, const StripChunk& chunk, int first_row, Ahead ahead) {
-  for (int d = 0; d < head_dim; d += 16) {
-    const int group = d / kKvGroup;
-    const std::int16_t* const weights = &chunk.weights[group][first_row][0];
-    __m256i sums[kRows][2];
-    unroll<kRows>([&](auto r) __attribute__((always_inline)) {
-      sums[r()][0] = _mm256_setzero_si256();
-      sums[r()][1] = _mm256_setzero_si256();
+using TwoWeights [[gnu::may_alias]] = std::int32_t;
+
+// Adds a chunk's weighted values to the sums of kRows rows, 16 * kBlocks values at a time. Codes are widened as they are
+// loaded, which takes half the time that it takes from a register, and paired by key afterwards.
+template <int kRows, int kBlocks, typename At>
+[[gnu::always_inline]] inline void add_int8_blocks(float* all_sums, const At& at, int count, int head_dim, int d,
+                                                   const float* undo, const StripChunk& chunk, int first_row,
+                                                   Ahead& ahead) {
+  const int group = d / kKvGroup;
+  const std::int16_t* const weights = &chunk.weights[group][first_row][0];
+  __m256i sums[kRows][kBlocks][2];
+  unroll<kRows>([&](auto r) __attribute__((always_inline)) {
+    unroll<kBlocks>([&](auto i) __attribute__((always_inline)) {
+      sums[r()][i()][0] = _mm256_setzero_si256();
+      sums[r()][i()][1] = _mm256_setzero_si256();
     });
-    for (int key = 0; key < count; key += 2) {
-      if (key % 4 == 0) {
-        ahead.ask();
-      }
-      __m256i low;
-      __m256i high;
-      pair_codes(rows[key] + d, rows[key + 1] + d, low, high);
+  });
+  // Weights of keys that do not exist are 0.
+  for (int key = 0; key < count; key += 4) {
+    unroll<kBlocks>([&](auto) __attribute__((always_inline)) { ahead.ask(); });
+    unroll<2 * kBlocks>([&](auto step) __attribute__((always_inline)) {
+      constexpr int pair = 2 * (step() / kBlocks);
+      const std::integral_constant<int, step() % kBlocks> i;
+      const std::uint8_t* const one = at(key + pair) + d;
+      const std::uint8_t* const two = at(key + pair + 1) + d;
+      const __m256i a = load_codes(one + 16 * i());
+      const __m256i b = load_codes(two + 16 * i());
+      const __m256i outer = _mm256_unpacklo_epi16(a, b);  // values 0 to 3 and 8 to 11
+      const __m256i inner = _mm256_unpackhi_epi16(a, b);
       unroll<kRows>([&](auto r) __attribute__((always_inline)) {
-        std::int32_t pair;
-        __builtin_memcpy(&pair, weights + r() * kChunk + key, sizeof(pair));
-        const __m256i weight = _mm256_set1_epi32(pair);
-        add_in_place(sums[r()][0], _mm256_madd_epi16(low, weight));
-        add_in_place(sums[r()][1], _mm256_madd_epi16(high, weight));
-      });
-    }
-    unroll<kRows>([&](auto r) __attribute__((always_inline)) {
-      const __m256 shrink = _mm256_set1_ps(chunk.old_factor[first_row + r()]);
-      const __m256 scale = _mm256_set1_ps(chunk.new_factor[first_row + r()] * undo[group]);
-      unroll<2>([&](auto i) __attribute__((always_inline)) {
-        float* const to = all_sums + r() * head_dim + d + 8 * i();
-        const __m256 old = _mm256_mul_ps(_mm256_load_ps(to), shrink);
-        _mm256_store_ps(to, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[r()][i()]), scale, old));
+        // Not kept for the next block: no register is left for it.
+        __m256i weight;
+        asm volatile("vpbroadcastd %1, %0"
+                     : "=x"(weight)
+                     : "m"(*reinterpret_cast<const TwoWeights*>(weights + r() * kChunk + key + pair)));
+        add_in_place(sums[r()][i()][0], _mm256_madd_epi16(outer, weight));
+        add_in_place(sums[r()][i()][1], _mm256_madd_epi16(inner, weight));
       });
     });
+  }
+  unroll<kRows>([&](auto r) __attribute__((always_inline)) {
+    const __m256 shrink = _mm256_set1_ps(chunk.old_factor[first_row + r()]);
+    const __m256 scale = _mm256_set1_ps(chunk.new_factor[first_row + r()] * undo[group]);
+    unroll<kBlocks>([&](auto i) __attribute__((always_inline)) {
+      const auto update = [&](float* to, __m256i sum) __attribute__((always_inline)) {
+        const __m256 old = _mm256_mul_ps(_mm256_load_ps(to), shrink);
+        _mm256_store_ps(to, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), scale, old));
+      };
+      float* const to = all_sums + r() * head_dim + d + 16 * i();
+      update(to, _mm256_permute2x128_si256(sums[r()][i()][0], sums[r()][i()][1], 0x20));
+      update(to + 8, _mm256_permute2x128_si256(sums[r()][i()][0], sums[r()][i()][1], 0x31));
+    });
+  });
+}
+
+template <int kRows, typename At>
+[[gnu::noinline]] void add_int8(float* all_sums, At at, int count, int head_dim, const float* undo,
+                                const StripChunk& chunk, int first_row, Ahead ahead) {
+  constexpr int kBlocks = kRows <= 3 ? 2 : 1;
+  int d = 0;
+  for (; d + 16 * kBlocks <= head_dim; d += 16 * kBlocks) {
+    add_int8_blocks<kRows, kBlocks>(all_sums, at, count, head_dim, d, undo, chunk, first_row, ahead);
+  }
+  if (d < head_dim) {
+    add_int8_blocks<kRows, 1>(all_sums, at, count, head_dim, d, undo, chunk, first_row, ahead);
   }
 }
 
@@ -364,6 +407,7 @@ void attention_stream_avx2(const AttentionShape& shape, const AttentionItem& ite
   float undo[kMaxGroups] = {};
   StripChunk chunk;
   ChunkRows here;
+  const Positions positions = range_of(item.positions, item.num_rows);
   const std::int64_t v_offset = std::int64_t{layout.num_kv_heads} * layout.block_size * layout.row_bytes;
   const Asks score_asks =
       spread(layout.row_bytes, is_int8 ? kChunk / 4 * kScoreInt8Asks * num_groups : kChunk / 4 * kScoreRaw16Asks);
@@ -377,11 +421,19 @@ void attention_stream_avx2(const AttentionShape& shape, const AttentionItem& ite
     const int end = chunk_end(begin);
     const int count = end - begin;
     const int padded_count = round_up(count, 16);
-    locate_rows<false>(layout, item, layer, begin, end, here);
-    const Seen seen = see(b.positions, num_rows, shape.window, begin, count, chunk);
+    const Seen seen = positions.see_all(shape.window, begin, end)
+                          ? see_all(count, chunk)
+                          : see(b.positions, num_rows, shape.window, begin, count, chunk);
     if (seen.last <= seen.first) {
       continue;
     }
+    const std::uint8_t* const together =
+        is_int8 && count == padded_count ? in_one_block(layout, item, layer, begin, end, v_offset) : nullptr;
+    if (together == nullptr) {
+      locate_rows<false>(layout, item, layer, begin, end, here);
+    }
+    const RowsTogether keys_together{together, layout.row_bytes};
+    const RowsTogether values_together{together == nullptr ? nullptr : together + v_offset, layout.row_bytes};
     const std::uint8_t* const next = look_ahead(layout, item, layer, end, chunk_end(end), v_offset);
     const std::uint8_t* const next_v = next == nullptr ? nullptr : next + v_offset;
     ask_lines(next, 0, score_asks.before);
@@ -392,16 +444,21 @@ void attention_stream_avx2(const AttentionShape& shape, const AttentionItem& ite
     const auto add_ahead = [&](int first) {
       return loop_ahead(first == 0 ? next_v : nullptr, add_asks.before + add_asks.after, add_asks);
     };
-    if (is_int8) {
+    const auto score = [&](const auto& keys, const auto& values) __attribute__((always_inline)) {
       for (int g = 0; g < num_groups; ++g) {
-        load_scales(here.k, count, head_dim, g, key_scales + g * kChunk);
-        load_scales(here.v, count, head_dim, g, value_factors + g * kChunk);
+        load_scales(keys, count, head_dim, g, key_scales + g * kChunk);
+        load_scales(values, count, head_dim, g, value_factors + g * kChunk);
         undo[g] = normalise_scales(value_factors + g * kChunk, padded_count);
       }
       for_passes<kScorePass>(num_rows, [&](auto pass, int first) {
-        score_int8<pass()>(b.queries + first * head_dim, here.k, padded_count, head_dim, key_scales, score_ahead(first),
+        score_int8<pass()>(b.queries + first * head_dim, keys, padded_count, head_dim, key_scales, score_ahead(first),
                            &chunk.scores[first][0]);
       });
+    };
+    if (together != nullptr) {
+      score(keys_together, values_together);
+    } else if (is_int8) {
+      score(RowsAnywhere{here.k}, RowsAnywhere{here.v});
     } else {
       for_passes<kScorePass>(num_rows, [&](auto pass, int first) {
         score_raw16<pass()>(b.float_queries + first * head_dim, here.k, padded_count, head_dim, score_ahead(first),
@@ -428,7 +485,14 @@ void attention_stream_avx2(const AttentionShape& shape, const AttentionItem& ite
                                                 num_groups);
       }
       for_passes<kAddPass>(num_rows, [&](auto pass, int first) {
-        add_int8<pass()>(b.sums + first * head_dim, here.v, count, head_dim, undo, chunk, first, add_ahead(first));
+        const auto add = [&](const auto& values) __attribute__((always_inline)) {
+          add_int8<pass()>(b.sums + first * head_dim, values, count, head_dim, undo, chunk, first, add_ahead(first));
+        };
+        if (together != nullptr) {
+          add(values_together);
+        } else {
+          add(RowsAnywhere{here.v});
+        }
       });
     } else {
       if (masked) {

@@ -495,8 +495,8 @@ void attention_tile_avx2(const AttentionShape& shape, const AttentionItem& item,
     locate_rows<false>(layout, item, layer, begin, begin + count, chunk_rows);
     if (is_int8) {
       for (int g = 0; g < tile.num_groups; ++g) {
-        load_scales(chunk_rows.k, count, head_dim, g, b.key_scales + g * kChunk);
-        load_scales(chunk_rows.v, count, head_dim, g, b.value_factors + g * kChunk);
+        load_scales(RowsAnywhere{chunk_rows.k}, count, head_dim, g, b.key_scales + g * kChunk);
+        load_scales(RowsAnywhere{chunk_rows.v}, count, head_dim, g, b.value_factors + g * kChunk);
         const float undo = normalise_scales(b.value_factors + g * kChunk, padded_count);
         for (int d = g * kKvGroup; d < padded && d < (g + 1) * kKvGroup; d += 8) {
           _mm256_store_ps(b.value_scales + d, _mm256_set1_ps(undo));

@@ -235,6 +235,26 @@ def test_block_sizes(isa: str, codec: str, block_size: int) -> None:
 
 
 @pytest.mark.parametrize("codec", ["raw16", "int8"])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 176, 256])
+@pytest.mark.parametrize("window", [0, 100])
+def test_results_do_not_depend_on_how_rows_lie(
+    isa: str, codec: str, head_dim: int, window: int
+) -> None:
+    """Rows that follow each other over 64 keys may be read in another way."""
+    for num_heads in (1, 2, 3, 4, 5, 6, 8):
+        more = {"num_heads": num_heads, "num_kv_heads": 1, "head_dim": head_dim, "window": window}
+        step = private_step([1, 1], [240, 64], codec=codec, block_size=64, **more)
+        check(step, isa)
+        apart = private_step([1, 1], [240, 64], codec=codec, block_size=16, **more)
+        apart.queries = step.queries
+        apart.tables = [[4 * i + part for i in table for part in range(4)] for table in step.tables]
+        count, layers, kinds, heads, _, size = step.blocks.shape
+        pieces = step.blocks.reshape(count, layers, kinds, heads, 4, 16, size)
+        apart.arena = pieces.transpose(0, 4, 1, 2, 3, 5, 6).reshape(4 * count, -1)
+        assert np.array_equal(step.run(), apart.run())
+
+
+@pytest.mark.parametrize("codec", ["raw16", "int8"])
 @pytest.mark.parametrize("window", [1, 5, 16, 64, 100])
 def test_sliding_windows(isa: str, codec: str, window: int) -> None:
     more = {"codec": codec, "window": window}
