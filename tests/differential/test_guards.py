@@ -241,8 +241,8 @@ def test_numbers_that_stay_wrong_fail_the_request_and_no_other(decoders, kind, c
     core = make(decoders, kind)
     run = core._runner.run
 
-    def broken(plan):
-        result = run(plan)
+    def broken(plan, meanwhile):
+        result = run(plan, meanwhile)
         names = frozenset(s.request_id for s in plan.sequences if s.request_id == "bad")
         samples = {k: v for k, v in result.samples.items() if k not in names}
         return dataclasses.replace(

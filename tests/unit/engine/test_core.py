@@ -405,10 +405,104 @@ class TestFailedSequence:
         parts = make_parts()
         parts.core.add(group())
         run_plan = parts.runner.run
-        parts.runner.run = lambda plan: dataclasses.replace(run_plan(plan), samples={})
+        parts.runner.run = lambda plan, _: dataclasses.replace(run_plan(plan), samples={})
         with pytest.raises(InvariantViolation, match="without samples"):
             parts.core.step()
         parts.core.close()
+
+
+class TestOutputsWhileTheNextStepRuns:
+    """Text and ends of a step, taken while the next one is computed, are what they would be between the two."""
+
+    STOP = bytes(answer(PROMPT, SamplingParams(seed=1, max_tokens=9, ignore_eos=True)))[
+        6:9
+    ].decode()
+    GROUPS = (
+        group("stopped", ignore_eos=True, max_tokens=40, stop=(STOP,)),
+        group("siblings", n=3, max_tokens=7, seed=5),
+        group("long", prompt=b"x" * 50, max_tokens=30, seed=2),
+        group("ended", seed=3, max_tokens=60),
+    )
+
+    def test_every_sequence_gets_the_same_chunks(self):
+        expected = make_parts()
+        for each in self.GROUPS:
+            expected.core.add(each)
+        chunks = run(expected)
+        parts = make_parts()
+        for each in self.GROUPS:
+            parts.core.add(each)
+        taken: list[OutputChunk | RequestFailure] = []
+        while parts.core.has_work:
+            parts.core.compute(lambda: taken.extend(parts.core.take_outputs()))
+            parts.manager.check_invariants()
+        taken += parts.core.take_outputs()
+        parts.core.check_invariants()
+        for (name, index), mine in chunks.items():
+            assert mine == [c for c in taken if (c.request_id, c.index) == (name, index)]
+        assert len(taken) == sum(map(len, chunks.values()))
+
+    def test_what_is_computed_after_a_stop_string_is_dropped(self):
+        parts = make_parts()
+        parts.core.add(self.GROUPS[0])
+        while parts.core.has_work:
+            parts.core.compute(parts.core.take_outputs)
+        assert parts.core.stats().scheduler.num_dropped_results == 1
+        parts.core.check_invariants()
+
+    @pytest.mark.parametrize("error", [RuntimeError("a bug"), MemoryError("none left")])
+    def test_a_failure_of_what_is_done_meanwhile_is_none_of_the_step(self, error):
+        def fail() -> None:
+            raise error
+
+        parts = make_parts()
+        parts.core.add(group())
+        with pytest.raises(type(error)):
+            parts.core.compute(fail)
+        assert parts.core.stats().num_failed == 0
+        assert not parts.core.take_outputs()
+        parts.core.close()
+
+    @pytest.mark.parametrize("error", [RuntimeError("numeric trouble"), MemoryError("none left")])
+    def test_a_step_that_fails_before_they_were_taken_loses_none(self, error, monkeypatch):
+        parts = make_parts()
+        parts.core.add(group(max_tokens=9, ignore_eos=True))
+        parts.core.compute()
+
+        def fail(*_: object) -> None:
+            raise error
+
+        monkeypatch.setattr(parts.runner, "run", fail)
+        parts.core.compute(lambda: None)
+        monkeypatch.undo()
+        outputs = parts.core.take_outputs()
+        while parts.core.has_work:
+            outputs += parts.core.step()
+        expected = answer(PROMPT, SamplingParams(seed=1, max_tokens=9, ignore_eos=True))
+        if isinstance(error, RuntimeError):
+            assert tokens(outputs[:1]) == expected[:1]
+            assert isinstance(outputs[1], RequestFailure)
+        else:
+            assert tokens(outputs) == expected
+
+    def test_an_abort_returns_them_before_the_last_chunk(self):
+        parts = make_parts()
+        parts.core.add(group(ignore_eos=True))
+        parts.core.compute()
+        first, last = parts.core.abort("r")
+        assert (len(first.token_ids), first.finish_reason) == (1, None)
+        assert (last.token_ids, last.finish_reason) == ((), FinishReason.ABORT)
+
+    def test_a_deadline_comes_after_them(self):
+        now_ns = 0
+        parts = make_parts(clock=lambda: now_ns)
+        parts.core.add(group(deadline_s=1.0, ignore_eos=True))
+        parts.core.compute()
+        now_ns = 2 * 10**9
+        parts.core.compute()
+        first, last = parts.core.take_outputs()
+        assert len(first.token_ids) == 1
+        assert (last.token_ids, last.finish_reason) == ((), FinishReason.TIMEOUT)
 
 
 def test_idle_engine_that_holds_blocks_is_a_bug():
