@@ -26,7 +26,7 @@ import threading
 import time
 from http.client import HTTPConnection
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from benchmarks.control_plane import machine
 from benchmarks.native_model import load_native
@@ -52,6 +52,17 @@ WARM_UP = 20
 """Steps before those that are measured."""
 
 
+class Mark(NamedTuple):
+    """One call of the native step."""
+
+    called_s: float
+    """When it was called."""
+    kernels_s: float
+    """How long kernels had run by then, since the start."""
+    begun_s: float
+    """When it began: the time between was the probe's own."""
+
+
 class Probe:
     """Stands before a decoder's step and notes when each one is called, and how long kernels have run by then.
 
@@ -64,15 +75,17 @@ class Probe:
         self._decoder = decoder
         self._step = decoder.step
         self._num_streams = num_streams
-        self._marks: list[tuple[float, float]] = []
+        self._marks: list[Mark] = []
         decoder.step = self.step
 
     def step(
         self, sequences: list[StepSequence], arena: BlockArena, meanwhile: Callable[[], None] | None
     ) -> StepScores:
         """Do as the decoder's."""
+        called_s = time.perf_counter()
         if len(sequences) == self._num_streams and all(len(s.token_ids) == 1 for s in sequences):
-            self._marks.append((time.perf_counter(), sum(self._decoder.phase_seconds().values())))
+            kernels_s = sum(self._decoder.phase_seconds().values())
+            self._marks.append(Mark(called_s, kernels_s, time.perf_counter()))
         return self._step(sequences, arena, meanwhile)
 
     def take(self) -> tuple[list[float], list[float]]:
@@ -80,8 +93,8 @@ class Probe:
         marks, self._marks = self._marks[WARM_UP:], []
         pairs = list(pairwise(marks))
         return (
-            [1e6 * (after - before) for (before, _), (after, _) in pairs],
-            [1e6 * (after - before) for (_, before), (_, after) in pairs],
+            [1e6 * (after.called_s - before.begun_s) for before, after in pairs],
+            [1e6 * (after.kernels_s - before.kernels_s) for before, after in pairs],
         )
 
 

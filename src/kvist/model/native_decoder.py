@@ -152,6 +152,10 @@ class NativeDecoder:
         """
         return {name: ns / 1e9 for name, ns in self._model.phase_ns().items()}
 
+    def wake(self) -> None:
+        """Wake the pool's threads, since a step is near: that takes them about as long as its arrays take to make."""
+        self.pool.wake()
+
     def step(
         self,
         sequences: list[StepSequence],
@@ -172,7 +176,6 @@ class NativeDecoder:
 
         Mutates: The slots of the step's tokens in every layer of the arena.
         """
-        self.pool.wake()
         num_logits = 0
         for sequence in sequences:
             num_logits += sequence.num_logits

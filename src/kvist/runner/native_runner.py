@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 class Decoder(Protocol):
     """The model, as this runner sees it."""
 
+    def wake(self) -> None:
+        """Be told that a step is near."""
+        ...
+
     def step(
         self,
         sequences: list[StepSequence],
@@ -72,6 +76,7 @@ class NativeRunner:
 
         Mutates: The arena: memory of blocks, targets of copies and slots of the scheduled tokens.
         """
+        self._decoder.wake()
         begin_ns = time.perf_counter_ns()
         if self._slabs is not None or plan.memory_ops:
             self.change_memory(plan.memory_ops)

@@ -32,6 +32,9 @@ class ScoreDecoder:
         self.blocks: list[torch.Tensor] = []
         self.damaged_rows: list[int] = []
 
+    def wake(self) -> None:
+        pass
+
     def step(self, sequences: list[StepSequence], arena: BlockArena, meanwhile=None) -> StepScores:
         self.steps.append(sequences)
         self.blocks.append(arena.slab.clone())
