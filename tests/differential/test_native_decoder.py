@@ -205,6 +205,7 @@ def test_int8_blocks_stay_near_raw_ones(checkpoint, isa):
     assert float((raw - coded).abs().mean()) < 0.03
 
 
+@pytest.mark.parametrize("checkpoint", TINY_MODELS[:1], indirect=True, ids=["llama"])
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize("wait_s", [0.0, 0.02])
 def test_a_thread_that_does_something_else_first_changes_no_bit(checkpoint, num_threads, wait_s):
@@ -227,6 +228,7 @@ def test_a_thread_that_does_something_else_first_changes_no_bit(checkpoint, num_
     assert calls == [threading.get_ident()]
 
 
+@pytest.mark.parametrize("checkpoint", TINY_MODELS[:1], indirect=True, ids=["llama"])
 def test_what_is_raised_meanwhile_comes_out_when_the_step_is_over(checkpoint):
     decoder, _ = build(checkpoint, "int8")
     steps = NativeSteps(decoder, 3)

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from tests.support.engine_fakes import EOS, ByteTokenizer, Parts, answer, make_parts
 
+import kvist
 from kvist.engine.core import RequestFailure, RequestGroup, sequence_seed
 from kvist.errors import DeadlineExceeded, EngineOverloaded, InvariantViolation, PromptTooLong
 from kvist.types import FinishReason, OutputChunk, SamplingParams
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 PROMPT = tuple(b"the same long prompt for all")
 
@@ -547,3 +555,34 @@ def test_stats_are_a_frozen_snapshot():
     assert after.num_steps == len(parts.runner.plans)
     with pytest.raises(dataclasses.FrozenInstanceError):
         after.num_steps = 3  # type: ignore[misc]
+
+
+def test_a_decode_step_takes_few_calls_of_python():
+    """What stands between two steps' kernels is paid for by every token; what is done meanwhile is not counted."""
+    parts = make_parts(num_blocks=64)
+    parts.core.add(group(ignore_eos=True, max_tokens=40))
+    for _ in range(5):
+        parts.core.compute(parts.core.take_outputs)
+    package = str(Path(kvist.__file__).parent)
+    calls: list[str] = []
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        # The generated constructors of dataclasses are in no file.
+        if event == "call" and frame.f_code.co_filename.startswith((package, "<string>")):
+            calls.append(frame.f_code.co_qualname)
+
+    def meanwhile() -> None:
+        sys.setprofile(None)
+        parts.core.take_outputs()
+        sys.setprofile(count)
+
+    gc.disable()  # what other tests left behind may have finalisers
+    sys.setprofile(count)
+    try:
+        parts.core.compute(meanwhile)
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    # 71 when this was written.
+    assert len(calls) <= 75, calls
+    parts.core.close()
