@@ -78,7 +78,7 @@ def test_waking_while_others_run_harms_nobody():
     waker = threading.Thread(target=wake)
     waker.start()
     try:
-        assert all(pool.check(5, items % 60) == total(5, items % 60) for items in range(300))
+        assert all(pool.check(5, items) == total(5, items) for items in range(60))
     finally:
         is_done.set()
         waker.join()
