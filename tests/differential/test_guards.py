@@ -360,7 +360,7 @@ guests from May to September. Water comes from a well behind the church, and in 
 
 @pytest.mark.model
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("plane", ["torch", "native"])
+@pytest.mark.parametrize("plane", [pytest.param("torch", marks=pytest.mark.slow), "native"])
 @pytest.mark.parametrize("harm", ["nan", "bit"])
 def test_the_real_model(smollm2_path, plane, harm):
     """A NaN, and a flipped bit, in the middle of a cached document: found and taken away, the answer a clean one."""
