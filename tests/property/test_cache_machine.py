@@ -668,7 +668,7 @@ def soaks() -> Iterator[ParameterSet]:
             yield pytest.param(machine, *geometry, marks=() if is_short else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("machine", "seed", "block_size", "num_blocks"), soaks())
+@pytest.mark.parametrize(("machine", "seed", "block_size", "num_blocks"), [*soaks()])
 def test_soak(machine: type[CacheMachine], seed: int, block_size: int, num_blocks: int) -> None:
     """The same rules in a long random run: Hypothesis explores short ones, eviction needs long ones."""
     draw = random.Random(seed)
