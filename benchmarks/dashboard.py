@@ -43,7 +43,7 @@ from kvist.server.run import serve
 from kvist.types import TokenId
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tests.support.browser import Page
 
@@ -72,8 +72,10 @@ SYSTEMS = (
 class SlowRunner:
     """Answers every plan with letters, as late as a small model would."""
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> StepResult:
         """Choose a letter for every sequence that is due one."""
+        if meanwhile is not None:
+            meanwhile()
         num_tokens = sum(len(sequence.token_ids) for sequence in plan.sequences)
         time.sleep(STEP_S + TOKEN_S * num_tokens)
         samples = {}

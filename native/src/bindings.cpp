@@ -56,6 +56,7 @@ NB_MODULE(_native, module) {
           },
           nb::arg("num_threads"))
       .def_prop_ro("num_threads", &kvist::Pool::num_threads)
+      .def("wake", &kvist::Pool::wake, "Wakes threads that sleep, since a run is near; returns at once.")
       .def(
           "check",
           [](kvist::Pool& pool, int phases, int items) {

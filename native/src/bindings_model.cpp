@@ -7,6 +7,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <exception>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
@@ -38,6 +39,28 @@ void check(bool holds, const char* message) {
 
 // For where a step does not pass: the message is built whether it is needed or not.
 void check(bool holds, const std::string& message) { check(holds, message.c_str()); }
+
+// The array that is behind a Python object, found once for all steps that get the same object: asking numpy for it takes
+// longer than all else between the call of a step and its first kernel.
+template <typename A>
+class KeptArray {
+ public:
+  const A& of(const nb::handle object, const char* expected) {
+    if (!object.is(object_)) {
+      // Not converted: the kernels write into the caller's memory, not into a copy.
+      if (!nb::try_cast(object, array_, false)) {
+        object_.reset();
+        throw nb::type_error(expected);
+      }
+      object_ = nb::borrow(object);
+    }
+    return array_;
+  }
+
+ private:
+  nb::object object_;
+  A array_;
+};
 
 // A model together with the Python objects that own its weights.
 class BoundModel {
@@ -82,11 +105,16 @@ class BoundModel {
 
   // sequences: (first position, token ids, block table, of how many of the last tokens the logits are wanted), each.
   // codec: of the blocks that the step writes, and of all blocks where there are no offsets and codecs by block id.
-  // transforms: needed where blocks are int4 or int3.
-  nb::tuple step(Pool& pool, const MutableArray<std::uint8_t, 2>& arena, const std::string& codec, int block_size,
-                 const nb::list& sequences, const MutableArray<float, 2>& logits,
-                 const std::optional<BlockOffsets>& offsets, const std::optional<BlockCodecs>& codecs,
-                 const OwnedTransforms* transforms) {
+  // transforms: needed where blocks are int4 or int3. meanwhile: None, or what this thread does once the others have
+  // begun; what it raises is raised when the step is over.
+  nb::tuple step(Pool& pool, const nb::object& arena_object, const std::string& codec, int block_size,
+                 const nb::list& sequences, const nb::object& logits_object, const std::optional<BlockOffsets>& offsets,
+                 const std::optional<BlockCodecs>& codecs, const OwnedTransforms* transforms,
+                 const nb::object& meanwhile) {
+    const auto& arena =
+        arena_.of(arena_object, "[native] arena must be (blocks, bytes) uint8, contiguous and writable");
+    const auto& logits =
+        logits_.of(logits_object, "[native] logits must be (rows, vocab) float32, contiguous and writable");
     const KvLayout layout = layout_of(kv_row_codec_from(codec), block_size);
     const BlockPlaces places(layout, num_layers_, static_cast<std::int64_t>(arena.shape(0)),
                              static_cast<std::int64_t>(arena.shape(1)), offsets, codecs, transforms);
@@ -119,10 +147,7 @@ class BoundModel {
                                num_logits,
                                logit_rows_.data(),
                                places.transforms()};
-    {
-      const nb::gil_scoped_release release;
-      model_->step(pool, inputs, {logits.data(), best_.data(), is_finite_.data()});
-    }
+    run(pool, inputs, {logits.data(), best_.data(), is_finite_.data()}, meanwhile);
     nb::list best_logits;
     nb::list best_tokens;
     for (const BestToken& best : best_) {
@@ -148,6 +173,29 @@ class BoundModel {
   }
 
  private:
+  void run(Pool& pool, const StepInputs& inputs, const StepOutputs& outputs, const nb::object& meanwhile) {
+    if (meanwhile.is_none()) {
+      const nb::gil_scoped_release release;
+      model_->step(pool, inputs, outputs, {});
+      return;
+    }
+    // The lock is kept until `meanwhile` is done: whoever took it in between could keep this thread from the step.
+    std::optional<nb::gil_scoped_release> release;
+    std::exception_ptr error;
+    model_->step(pool, inputs, outputs, [&] {
+      try {
+        meanwhile();
+      } catch (...) {
+        error = std::current_exception();
+      }
+      release.emplace();
+    });
+    release.reset();
+    if (error) {
+      std::rethrow_exception(error);
+    }
+  }
+
   void add_sequence(const nb::tuple& sequence, int block_size, const BlockPlaces& places) {
     check(sequence.size() == 4, "a sequence is (start, token ids, block table, number of logits)");
     const auto start = nb::cast<std::int64_t>(sequence[0]);
@@ -279,6 +327,8 @@ class BoundModel {
   int num_layers_ = 0;
   nb::list keep_;
   std::unique_ptr<Model> model_;
+  KeptArray<MutableArray<std::uint8_t, 2>> arena_;
+  KeptArray<MutableArray<float, 2>> logits_;
   // The arrays of a step, kept so that the next one allocates nothing.
   std::vector<std::int64_t> token_ids_;
   std::vector<std::int32_t> query_starts_;
@@ -303,7 +353,8 @@ void bind_model(nb::module_& module) {
       .def("phase_ns", &BoundModel::phase_ns)
       .def("step", &BoundModel::step, nb::arg("pool"), nb::arg("arena"), nb::arg("codec"), nb::arg("block_size"),
            nb::arg("sequences"), nb::arg("logits"), nb::arg("offsets").noconvert() = nb::none(),
-           nb::arg("codecs").noconvert() = nb::none(), nb::arg("transforms") = nb::none());
+           nb::arg("codecs").noconvert() = nb::none(), nb::arg("transforms") = nb::none(),
+           nb::arg("meanwhile") = nb::none());
 }
 
 }  // namespace kvist

@@ -1,6 +1,7 @@
 #include "kvist/model.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstring>
@@ -23,7 +24,7 @@ constexpr int kRowChunk = 8;
 constexpr std::size_t kPhasesPerLayer = 16;
 constexpr std::size_t kPhasesBeside = 8;
 
-// Charges the time since the last call to a phase; the first thread's alone, the others' does nothing.
+// Charges the time since the last call to a phase; that of one thread alone, the others' do nothing.
 class PhaseClock {
  public:
   PhaseClock(std::int64_t* phase_ns, bool is_running) : phase_ns_(phase_ns), is_running_(is_running) {
@@ -111,6 +112,7 @@ class Model::Run {
   int qkv_width_;
   int query_width_;
   std::map<int, const AttentionPlan*> plans_;
+  mutable std::atomic<bool> has_begun_{false};  // on any thread
 };
 
 Model::Model(const ModelShape& shape, std::vector<RotarySpec> ropes, ModelWeights weights, Isa isa)
@@ -144,9 +146,10 @@ Model::Model(const ModelShape& shape, std::vector<RotarySpec> ropes, ModelWeight
 
 Model::~Model() = default;
 
-void Model::step(Pool& pool, const StepInputs& inputs, const StepOutputs& outputs) {
+void Model::step(Pool& pool, const StepInputs& inputs, const StepOutputs& outputs,
+                 const std::function<void()>& meanwhile) {
   const Run run(*this, pool, inputs, outputs);
-  pool.run_phases(run, kPhasesPerLayer * weights_.layers.size() + kPhasesBeside);
+  pool.run_phases(run, kPhasesPerLayer * weights_.layers.size() + kPhasesBeside, meanwhile);
 }
 
 Model::Run::Run(Model& model, Pool& pool, const StepInputs& inputs, const StepOutputs& outputs)
@@ -215,7 +218,7 @@ void Model::Run::for_rows(Worker& worker, int rows, int step, Body&& body) {
 void Model::Run::operator()(Worker& worker) const {
   Thread& thread = buffers_.threads[static_cast<std::size_t>(worker.index())];
   const auto& layers = model_.weights_.layers;
-  PhaseClock clock(model_.phase_ns_.data(), worker.index() == 0);
+  PhaseClock clock(model_.phase_ns_.data(), !has_begun_.exchange(true));
   embed(worker);
   clock.charge(Phase::kEmbed);
   float* x = buffers_.x.data();

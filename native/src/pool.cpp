@@ -11,6 +11,8 @@ namespace {
 
 // About 20 microseconds of pauses: longer than a phase of a decode step is late by, far shorter than a time slice.
 constexpr int kSpins = 600;
+// After a thread was woken for nothing: what preparing a run takes after `wake`, on slow days.
+constexpr int kSpinsAwake = 6000;
 
 void relax() {
 #if defined(__x86_64__)
@@ -46,11 +48,8 @@ class FlushDenormals {
 
 template <typename Value, typename IsReached>
 void Pool::wait_until(const std::atomic<Value>& value, IsReached is_reached) {
-  for (int spin = 0; spin < kSpins; ++spin) {
-    if (is_reached(value.load(std::memory_order_acquire))) {
-      return;
-    }
-    relax();
+  if (spin(value, is_reached, kSpins)) {
+    return;
   }
   // Counted before the value is looked at again: whoever changes it afterwards sees the sleeper and wakes it.
   sleepers_.fetch_add(1, std::memory_order_seq_cst);
@@ -59,6 +58,25 @@ void Pool::wait_until(const std::atomic<Value>& value, IsReached is_reached) {
     value.wait(seen, std::memory_order_seq_cst);
   }
   sleepers_.fetch_sub(1, std::memory_order_seq_cst);
+}
+
+template <typename Value, typename IsReached>
+bool Pool::spin(const std::atomic<Value>& value, IsReached is_reached, int num_spins) {
+  for (int spin = 0; spin < num_spins; ++spin) {
+    if (is_reached(value.load(std::memory_order_acquire))) {
+      return true;
+    }
+    relax();
+  }
+  return false;
+}
+
+void Pool::wake() {
+  std::uint32_t now = run_.load(std::memory_order_seq_cst);
+  // While a run is open nobody needs to be woken, and its number must not change.
+  if (now % 2 == 0 && sleepers_.load(std::memory_order_seq_cst) != 0 && run_.compare_exchange_strong(now, now + 2)) {
+    run_.notify_all();
+  }
 }
 
 void Worker::barrier() {
@@ -127,24 +145,31 @@ Pool::~Pool() {
 
 void Pool::serve(int index) {
   const FlushDenormals flush;
-  std::uint32_t seen = 0;
+  std::uint32_t seen = 0;  // even: what `run_` is until something begins
   while (true) {
-    wait_until(run_, [&](std::uint32_t now) { return now != seen && (now % 2 == 1 || stopping_.load()); });
+    // The run before that number may still be open: this thread has been in it.
+    wait_until(run_, [&](std::uint32_t now) { return now != seen && now != seen - 1; });
     if (stopping_.load(std::memory_order_acquire)) {
       return;
+    }
+    std::uint32_t now = run_.load(std::memory_order_seq_cst);
+    if (now % 2 == 0) {
+      seen = now;
+      spin(run_, [&](std::uint32_t later) { return later != seen; }, kSpinsAwake);
+      continue;
     }
     // First counted, then looked: a caller that closes the run either is seen here or sees this thread.
     inside_.fetch_add(1, std::memory_order_seq_cst);
     // No run begins while a thread is inside an open one.
-    const std::uint32_t now = run_.load(std::memory_order_seq_cst);
-    if (now != seen && now % 2 == 1) {
-      seen = now;
+    now = run_.load(std::memory_order_seq_cst);
+    if (now % 2 == 1) {
       Worker worker(*this, index, num_threads_);
       function_(context_, worker);
       if (waits_for_all_) {
         worker.barrier();
       }
     }
+    seen = now + now % 2;
     inside_.fetch_sub(1, std::memory_order_seq_cst);
     if (sleepers_.load(std::memory_order_seq_cst) != 0) {
       inside_.notify_all();
@@ -152,34 +177,38 @@ void Pool::serve(int index) {
   }
 }
 
-void Pool::run_raw(Function function, const void* context, std::size_t num_phases) {
+void Pool::run_raw(Function function, const void* context, std::size_t num_phases,
+                   const std::function<void()>& meanwhile) {
   while (busy_.test_and_set(std::memory_order_acquire)) {
     busy_.wait(true, std::memory_order_relaxed);
   }
+  if (phases_.size() < num_phases + 1) {
+    phases_ = std::vector<Phase>(num_phases + 1);
+  }
+  for (Phase& phase : phases_) {
+    phase.next.store(0, std::memory_order_relaxed);
+    phase.done.store(0, std::memory_order_relaxed);
+  }
+  function_ = function;
+  context_ = context;
+  waits_for_all_ = num_phases == 0;
+  run_.fetch_add(1, std::memory_order_seq_cst);  // odd: open
+  if (sleepers_.load(std::memory_order_seq_cst) != 0) {
+    run_.notify_all();
+  }
+  if (meanwhile) {
+    meanwhile();
+  }
   {
     const FlushDenormals flush;
-    if (phases_.size() < num_phases + 1) {
-      phases_ = std::vector<Phase>(num_phases + 1);
-    }
-    for (Phase& phase : phases_) {
-      phase.next.store(0, std::memory_order_relaxed);
-      phase.done.store(0, std::memory_order_relaxed);
-    }
-    function_ = function;
-    context_ = context;
-    waits_for_all_ = num_phases == 0;
-    run_.fetch_add(1, std::memory_order_seq_cst);  // odd: open
-    if (sleepers_.load(std::memory_order_seq_cst) != 0) {
-      run_.notify_all();
-    }
     Worker worker(*this, 0, num_threads_);
     function(context, worker);
     if (waits_for_all_) {
       worker.barrier();
     }
-    run_.fetch_add(1, std::memory_order_seq_cst);
-    wait_until(inside_, [](int inside) { return inside == 0; });
   }
+  run_.fetch_add(1, std::memory_order_seq_cst);
+  wait_until(inside_, [](int inside) { return inside == 0; });
   busy_.clear(std::memory_order_release);
   busy_.notify_one();
 }

@@ -22,6 +22,9 @@ class Pool:
     @property
     def num_threads(self) -> int: ...
 
+    def wake(self) -> None:
+        """Wakes threads that sleep, since a run is near; returns at once."""
+
     def check(self, phases: int, items: int) -> int: ...
 
 def linear_layout() -> str:
@@ -103,7 +106,7 @@ class Model:
 
     def phase_ns(self) -> dict: ...
 
-    def step(self, pool: Pool, arena: Annotated[NDArray[numpy.uint8], dict(shape=(None, None), order='C', device='cpu')], codec: str, block_size: int, sequences: list, logits: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')], offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None, codecs: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None, transforms: KvTransforms | None = None) -> tuple: ...
+    def step(self, pool: Pool, arena: object, codec: str, block_size: int, sequences: list, logits: object, offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None, codecs: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None, transforms: KvTransforms | None = None, meanwhile: object | None = None) -> tuple: ...
 
 def measure_ceiling(pool: Pool, what: str, bytes: int = 0, seconds: float = 0.1) -> float:
     """

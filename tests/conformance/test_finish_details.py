@@ -28,8 +28,8 @@ def parts():
     made = make_parts(max_context_len=400, num_blocks=200)
     run = made.runner.run
 
-    def looping(plan):
-        result = run(plan)
+    def looping(plan, meanwhile):
+        result = run(plan, meanwhile)
         samples = {
             name: type(sample)(token_id=97 + spec.output_index % 2)
             for sequence in plan.sequences

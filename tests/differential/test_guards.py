@@ -241,8 +241,8 @@ def test_numbers_that_stay_wrong_fail_the_request_and_no_other(decoders, kind, c
     core = make(decoders, kind)
     run = core._runner.run
 
-    def broken(plan):
-        result = run(plan)
+    def broken(plan, meanwhile):
+        result = run(plan, meanwhile)
         names = frozenset(s.request_id for s in plan.sequences if s.request_id == "bad")
         samples = {k: v for k, v in result.samples.items() if k not in names}
         return dataclasses.replace(
@@ -360,7 +360,7 @@ guests from May to September. Water comes from a well behind the church, and in 
 
 @pytest.mark.model
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("plane", ["torch", "native"])
+@pytest.mark.parametrize("plane", [pytest.param("torch", marks=pytest.mark.slow), "native"])
 @pytest.mark.parametrize("harm", ["nan", "bit"])
 def test_the_real_model(smollm2_path, plane, harm):
     """A NaN, and a flipped bit, in the middle of a cached document: found and taken away, the answer a clean one."""

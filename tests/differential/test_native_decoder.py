@@ -6,6 +6,7 @@ is left is the rounding of activations (12 bits and more for int8 weights, 8 bit
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -202,6 +203,47 @@ def test_int8_blocks_stay_near_raw_ones(checkpoint, isa):
     assert not torch.equal(raw, coded)
     assert float((raw - coded).abs().max()) < 0.25
     assert float((raw - coded).abs().mean()) < 0.03
+
+
+@pytest.mark.parametrize("checkpoint", TINY_MODELS[:1], indirect=True, ids=["llama"])
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("wait_s", [0.0, 0.02])
+def test_a_thread_that_does_something_else_first_changes_no_bit(checkpoint, num_threads, wait_s):
+    """With the longer wait the other threads, if there are any, have done all of the step before it joins them."""
+    spec, tensors = checkpoint
+    pool = native.extension().Pool(num_threads)
+    packed = pack_weights(spec, ((name, t.clone()) for name, t in tensors.items()), "int8", pool)
+    decoder = NativeDecoder(spec, packed, pool)
+    expected = NativeSteps(decoder, 3).run([Rows(0, PROMPT, [2, 0, 1])])
+    steps = NativeSteps(decoder, 3)
+    calls = []
+
+    def meanwhile() -> None:
+        calls.append(threading.get_ident())
+        threading.Event().wait(wait_s)
+
+    sequence = StepSequence(0, tuple(PROMPT), (2, 0, 1), len(PROMPT))
+    scores = decoder.step([sequence], steps.arena, meanwhile)
+    assert torch.equal(torch.from_numpy(scores.logits[: len(PROMPT)].copy()), expected)
+    assert calls == [threading.get_ident()]
+
+
+@pytest.mark.parametrize("checkpoint", TINY_MODELS[:1], indirect=True, ids=["llama"])
+def test_what_is_raised_meanwhile_comes_out_when_the_step_is_over(checkpoint):
+    decoder, _ = build(checkpoint, "int8")
+    steps = NativeSteps(decoder, 3)
+    step = [StepSequence(0, tuple(PROMPT), (2, 0, 1), 1)]
+    expected = NativeSteps(decoder, 3).run([Rows(0, PROMPT, [2, 0, 1])])[-1]
+
+    def fail() -> None:
+        raise KeyError("a bug")
+
+    with pytest.raises(KeyError, match="a bug"):
+        decoder.step(step, steps.arena, fail)
+    again = decoder.step([StepSequence(len(PROMPT) - 1, (PROMPT[-1],), (2, 0, 1), 1)], steps.arena)
+    torch.testing.assert_close(
+        torch.from_numpy(again.logits[0].copy()), expected, atol=0.02, rtol=0
+    )
 
 
 def test_rows_that_write_no_finite_values_are_named(checkpoint):

@@ -54,6 +54,36 @@ def test_a_pool_serves_run_after_run_with_pauses_in_which_its_threads_fall_aslee
         assert pool.check(3, index % 5) == total(3, index % 5)
 
 
+def test_threads_woken_for_nothing_serve_the_next_run():
+    pool = _native.Pool(3)
+    waiter = threading.Event()
+    for index in range(100):
+        if index % 10 == 0:
+            waiter.wait(0.005)
+        pool.wake()
+        if index % 3 == 0:
+            pool.wake()
+            waiter.wait(0.001)  # until they sleep again
+        assert pool.check(3, index % 5) == total(3, index % 5)
+
+
+def test_waking_while_others_run_harms_nobody():
+    pool = _native.Pool(3)
+    is_done = threading.Event()
+
+    def wake() -> None:
+        while not is_done.is_set():
+            pool.wake()
+
+    waker = threading.Thread(target=wake)
+    waker.start()
+    try:
+        assert all(pool.check(5, items) == total(5, items) for items in range(60))
+    finally:
+        is_done.set()
+        waker.join()
+
+
 def test_callers_on_several_threads_take_turns():
     pool = _native.Pool(2)
     start = threading.Barrier(4)

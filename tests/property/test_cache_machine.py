@@ -29,7 +29,9 @@ from kvist.spec import SPAN_CODEC_BITS
 from kvist.types import BlockCopy, BlockHash
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
+
+    from _pytest.mark import ParameterSet
 
     from kvist.cache.eviction import StrategyFactory
     from kvist.cache.lease import PrefixLease, PrefixMatch
@@ -654,10 +656,19 @@ def keep_something(soak: CacheMachine, draw: random.Random) -> None:
         soak.wait(draw.randint(1, 4))
 
 
-@pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize(
-    ("seed", "block_size", "num_blocks"), [(1, 1, 9), (2, 2, 10), (3, 4, 5), (4, 3, 30), (5, 4, 12)]
-)
+GEOMETRIES = [(1, 1, 9), (2, 2, 10), (3, 4, 5), (4, 3, 30), (5, 4, 12)]
+"""Seed, block size and blocks of the pool."""
+
+
+def soaks() -> Iterator[ParameterSet]:
+    """Yield every machine with every geometry; but for the two that others derive from, most are for the long run."""
+    for machine in MACHINES:
+        for index, geometry in enumerate(GEOMETRIES):
+            is_short = machine in (CacheMachine, MixedCacheMachine) or index in (2, 4)
+            yield pytest.param(machine, *geometry, marks=() if is_short else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("machine", "seed", "block_size", "num_blocks"), [*soaks()])
 def test_soak(machine: type[CacheMachine], seed: int, block_size: int, num_blocks: int) -> None:
     """The same rules in a long random run: Hypothesis explores short ones, eviction needs long ones."""
     draw = random.Random(seed)

@@ -110,7 +110,9 @@ class PrefixRunner:
     plans: list[StepPlan] = field(default_factory=list)
     thread_ids: set[int] = field(default_factory=set)
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> StepResult:
+        if meanwhile is not None:
+            meanwhile()
         self.plans.append(plan)
         self.thread_ids.add(threading.get_ident())
         self.before_step(plan)

@@ -420,10 +420,11 @@ class Trace:
         record.finish_reason = update.finish_reason
         record.stop_token_id = update.stop_token_id
         record.usage = update.usage
-        if update.finish_reason is not None:
+        assert (update.usage is None) == (update.finish_reason is None)
+        if update.usage is not None:
             assert record.request.status is RequestStatus.FINISHED
             assert record.request.lease is None
-        assert update.usage.num_output_tokens == len(record.token_ids)
+            assert update.usage.num_output_tokens == len(record.token_ids)
 
     def finish(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         self.take(self.scheduler.finish(RequestId(request_id), reason))

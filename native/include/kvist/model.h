@@ -9,6 +9,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -90,7 +91,8 @@ struct StepOutputs {
   std::uint8_t* is_finite;  // (T,) 0: the row wrote a K or V value that is infinite or no number
 };
 
-// Where the time of steps went, as the calling thread saw it: waiting for the others counts as the phase waited for.
+// Where the time of steps went, as the first thread to begin saw it: waiting for the others counts as the phase waited
+// for. Together the phases of a step are the time from its first kernel to its last.
 enum class Phase : int { kEmbed, kNorm, kQkv, kStore, kAttention, kOutput, kGateUp, kDown, kHead, kCount };
 inline constexpr const char* kPhaseNames[] = {"embed",  "norm",    "qkv",  "store", "attention",
                                               "output", "gate_up", "down", "head"};
@@ -100,8 +102,9 @@ class Model {
   Model(const ModelShape& shape, std::vector<RotarySpec> ropes, ModelWeights weights, Isa isa);
   ~Model();
 
-  // One step at a time. Writes K and V of the step's rows into the arena.
-  void step(Pool& pool, const StepInputs& inputs, const StepOutputs& outputs);
+  // One step at a time. Writes K and V of the step's rows into the arena. The calling thread does `meanwhile`, if it is
+  // not empty, while the others begin; it must not throw.
+  void step(Pool& pool, const StepInputs& inputs, const StepOutputs& outputs, const std::function<void()>& meanwhile);
 
   const ModelShape& shape() const { return shape_; }
 

@@ -12,6 +12,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <thread>
 #include <vector>
 
@@ -57,18 +58,23 @@ class Pool {
 
   int num_threads() const { return num_threads_; }
 
+  // Says that a run is near: threads that sleep wake up, and spin for longer than usual. Waking takes a thread about as
+  // long as the caller needs to prepare the run. Returns at once.
+  void wake();
+
   // Runs body(worker) on every thread, denormals flushed to zero, and returns when all are done. One run at a time:
   // callers on several threads take turns. `body` must not throw.
   template <typename Body>
   void run(const Body& body) {
-    run_raw(&call<Body>, &body, 0);
+    run_raw(&call<Body>, &body, 0, {});
   }
 
   // The same for a body that ends its phases with end_phase, at most num_phases of them. Returns when thread 0 is through
-  // and the others have left; threads that never woke take no part.
+  // and the others have left; threads that never woke take no part. Thread 0, the caller, does `meanwhile` first, if it is
+  // not empty, and then takes up the body wherever the others are; it must not throw.
   template <typename Body>
-  void run_phases(const Body& body, std::size_t num_phases) {
-    run_raw(&call<Body>, &body, num_phases);
+  void run_phases(const Body& body, std::size_t num_phases, const std::function<void()>& meanwhile) {
+    run_raw(&call<Body>, &body, num_phases, meanwhile);
   }
 
  private:
@@ -86,14 +92,17 @@ class Pool {
   }
 
   // num_phases 0: all threads take part, and phases end at barriers.
-  void run_raw(Function function, const void* context, std::size_t num_phases);
+  void run_raw(Function function, const void* context, std::size_t num_phases, const std::function<void()>& meanwhile);
   void serve(int index);
   template <typename Value, typename IsReached>
   void wait_until(const std::atomic<Value>& value, IsReached is_reached);
+  template <typename Value, typename IsReached>
+  static bool spin(const std::atomic<Value>& value, IsReached is_reached, int num_spins);
 
   int num_threads_;
   std::vector<std::thread> threads_;
-  alignas(64) std::atomic<std::uint32_t> run_{0};  // odd while a run may be entered; each run has numbers of its own
+  // Odd while a run may be entered; each run has numbers of its own, and so has each call of `wake`.
+  alignas(64) std::atomic<std::uint32_t> run_{0};
   alignas(64) std::atomic<std::uint32_t> barrier_epoch_{0};
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<int> inside_{0};  // threads other than the caller's that are in a run, or about to look

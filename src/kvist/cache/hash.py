@@ -156,7 +156,10 @@ class TokenChain:
 
     def append(self, token_id: int) -> None:
         """Add one token to the end."""
-        self._tail += _pack((token_id,))
+        try:
+            self._tail += token_id.to_bytes(TOKEN_BYTES, "little")
+        except OverflowError:
+            raise _out_of_range() from None
         self.num_tokens += 1
         if len(self._tail) == self._block_bytes:
             self._blocks.append(self._tail)
@@ -210,12 +213,14 @@ def _pack(token_ids: Sequence[int]) -> bytes:
     try:
         packed = array("I", token_ids)
     except OverflowError:
-        raise RequestError(
-            "[cache] token ids must be in [0, 2**32), received one outside"
-        ) from None
+        raise _out_of_range() from None
     if sys.byteorder == "big":  # pragma: no cover - no big-endian machine runs the tests
         packed.byteswap()
     return packed.tobytes()
+
+
+def _out_of_range() -> RequestError:
+    return RequestError("[cache] token ids must be in [0, 2**32), received one outside")
 
 
 def unpack(tokens: bytes) -> tuple[TokenId, ...]:

@@ -473,7 +473,8 @@ class CacheManager:
 
         Complexity: O(blocks newly full), and for each a search among its siblings (``tree``).
         """
-        self._require_live(lease, "commit")
+        if lease.is_released:
+            self._require_live(lease, "commit")
         if num_computed_tokens > min(chain.num_tokens, len(lease.blocks) * self.block_size):
             raise InvariantViolation(
                 f"[cache] commit of {num_computed_tokens=} exceeds the sequence ({chain.num_tokens}) or {lease!r}"
@@ -642,6 +643,11 @@ class CacheManager:
         self._counters.num_invalidated_blocks += taken.num_dropped + taken.num_detached
         self._distrusted += taken.leases
         return taken
+
+    @property
+    def has_distrusted(self) -> bool:
+        """Whether ``take_distrusted`` has something to return."""
+        return bool(self._distrusted)
 
     def take_distrusted(self) -> list[PrefixLease]:
         """Return the live leases that hold what was invalidated since the last call."""
@@ -1102,7 +1108,8 @@ class CacheManager:
             lease.open_node = self._tree.open(parent, lease.blocks[lease.num_sealed], tokens)
         elif lease.open_node.tokens != tokens:
             self._tree.grow(lease.open_node, tokens)
-        self._drop_superseded_by(lease.open_node)
+        if not lease.open_node.is_only_child:
+            self._drop_superseded_by(lease.open_node)
 
     def _drop_superseded_by(self, node: Node) -> None:
         """Drop the head that a released lease left behind, if a node begins with it."""

@@ -117,6 +117,12 @@ class Node:
         return self.block_hash is None and not self.is_open and self.parent is not None
 
     @property
+    def is_only_child(self) -> bool:
+        """Whether nothing else continues what it continues; it is no root."""
+        assert self.parent is not None
+        return len(self.parent.ordered) == 1
+
+    @property
     def is_end(self) -> bool:
         """Whether nothing that was ever hit follows it.
 
@@ -197,9 +203,15 @@ class PrefixTree:
 
         Complexity: O(log siblings) comparisons and a move of at most all siblings' pointers.
         """
-        self._detach(node)
-        node.tokens = tokens
-        self._insert(node)
+        assert node.parent is not None
+        if len(node.parent.ordered) == 1:
+            node.parent.keys[0] = tokens
+            node.parent.num_changes += 1
+            node.tokens = tokens
+        else:
+            self._detach(node)
+            node.tokens = tokens
+            self._insert(node)
         self.columns.grow(node)
 
     def add(self, parent: Node, block: Block, tokens: bytes, block_hash: BlockHash) -> Node:

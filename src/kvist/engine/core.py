@@ -27,8 +27,8 @@ from kvist.engine.detokenizer import Detokenizer, StopStrings
 from kvist.engine.guards import GuardStats
 from kvist.engine.metrics import RequestMetrics
 from kvist.errors import DeadlineExceeded, EngineError, EngineOverloaded, InvariantViolation
-from kvist.sched.output import SampledToken, StepResult
-from kvist.sched.request import Request, RequestStatus
+from kvist.sched.output import StepResult
+from kvist.sched.request import Request
 from kvist.types import CacheReset, FinishDetails, FinishReason, OutputChunk, RequestId, TokenId
 
 if TYPE_CHECKING:
@@ -55,8 +55,14 @@ are refused."""
 class Runner(Protocol):
     """Computes plans; ``kvist.runner.runner.ModelRunner`` in earnest."""
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """Compute every sequence of the plan and sample where it says so."""
+    def run(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> StepResult:
+        """Compute every sequence of the plan and sample where it says so.
+
+        Args:
+            plan: What to compute.
+            meanwhile: Called once, by this thread, as soon as others compute, or before anything is. What it raises is
+                raised when the step is over, if not at once. None: there is nothing to do.
+        """
 
     def change_memory(self, ops: Sequence[MemoryOp | BlockCopy]) -> None:
         """Carry out what happens to the memory of blocks between two steps, in order; only where they have codecs."""
@@ -100,7 +106,7 @@ class CoreStats:
     """How long the work of those takes, as fast as the last steps were; for clients that are refused."""
     num_steps: int
     busy_ns: int
-    """Time spent in ``step``."""
+    """Time spent in ``compute``."""
     num_finished: int
     """Client calls ended in any way."""
     num_aborted: int
@@ -139,8 +145,28 @@ class _Call:
     open_ids: dict[RequestId, None] = field(default_factory=dict)  # an ordered set
 
 
+class _Meanwhile:
+    """What is done while a step is computed, with what it raised: that is no failure of the step."""
+
+    __slots__ = ("_task", "error")
+
+    def __init__(self, task: Callable[[], None]) -> None:
+        self._task = task
+        self.error: Exception | None = None
+
+    def __call__(self) -> None:
+        try:
+            self._task()
+        except Exception as error:
+            self.error = error
+            raise
+
+
 class EngineCore:
     """Scheduler, runner and text of one engine.
+
+    Lifecycle of a step: ``compute`` it, then ``take_outputs``. Whoever computes the next one may take them while that
+    is computed, so that text and clients do not hold it up; ``step`` does one after the other.
 
     Threads: one owner; nothing here is locked.
     """
@@ -179,6 +205,10 @@ class EngineCore:
         self._eos_token_ids = frozenset(map(TokenId, tokenizer.eos_token_ids))
         self._sequences: dict[RequestId, _Sequence] = {}
         self._calls: dict[str, _Call] = {}
+        # What nobody has taken: outputs, and after those the updates that are to become some.
+        self._outputs: list[OutputChunk | RequestFailure] = []
+        self._updates: Sequence[RequestUpdate] = ()
+        self._note_step: Callable[[], None] | None = None
         self._num_steps = 0
         self._num_steps_checked = 0
         self._num_failed_runs = 0
@@ -242,53 +272,104 @@ class EngineCore:
             ) from None
         self._calls[group.request_id] = call
 
-    def abort(self, request_id: str) -> list[OutputChunk]:
-        """End a client call at once and give its blocks back; no effect (and no chunks) when it has ended already."""
+    def abort(self, request_id: str) -> list[OutputChunk | RequestFailure]:
+        """End a client call at once and give its blocks back; no effect when it has ended already.
+
+        Returns:
+            What nobody has taken of the last step, and then the last chunks of the call.
+        """
+        outputs = self.take_outputs()
         call = self._calls.get(request_id)
         if call is None:
-            return []
+            return outputs
         call.is_aborted = True
-        return [
+        outputs += [
             self._final_chunk(sequence_id, FinishReason.ABORT)
             for sequence_id in list(call.open_ids)
         ]
+        return outputs
 
     def step(self) -> list[OutputChunk | RequestFailure]:
-        """Plan, compute and apply one step; return what it added to each sequence.
+        """Compute one step and return what it added to each sequence; errors as ``compute``."""
+        self.compute()
+        return self.take_outputs()
+
+    def compute(self, meanwhile: Callable[[], None] | None = None) -> None:
+        """Plan, compute and apply one step; what it adds to each sequence is for ``take_outputs``.
+
+        Args:
+            meanwhile: Called at most once, while the step is computed. It may take the outputs of the step before, and
+                nothing else of this object. None: there is nothing to do.
 
         Raises:
             InvariantViolation: A law of the cache or the scheduler is broken; the core must not be used any more.
+            Exception: Whatever ``meanwhile`` raised; likewise.
         """
         started_ns = self._clock()
         try:
-            ended = self._end_early(self._scheduler.take_ended())
+            ended = self._scheduler.take_ended()
+            if ended:
+                self._settle()
+                self._outputs += self._end_early(ended)
             begin_ns = self._clock()
             plan = self._scheduler.plan()
             if plan is None:
-                return ended
+                return
             planned_ns = self._clock()
             self._num_steps += 1
-            try:
-                result = self._runner.run(plan)
-            except MemoryError as error:
-                return [*ended, *self._retry_or_fail_step(plan, error)]
-            except Exception as error:
-                # Whatever the numeric code raises concerns the requests of this step; the others go on.
-                logger.exception("[engine] step %d failed", plan.step_index)
-                return [*ended, *self._fail_step(plan, partial(self._step_error, plan, error))]
+            result = self._run(plan, meanwhile)
+            if self._note_step is not None:  # nobody has taken the outputs meanwhile
+                self._settle()
+            if not isinstance(result, StepResult):
+                self._outputs += result
+                return
             self._num_failed_runs = 0
             ran_ns = self._clock()
-            result = self._recovered(plan, result)
-            failures = self._fail_sequences(result)
-            updates = self._scheduler.apply(plan, self._without_gaps(plan, result))
-            outputs = [*ended, *failures, *map(self._chunk, updates)]
+            if result.damaged or self._manager.has_distrusted:
+                result = self._recovered(plan, result)
+            if result.failed:
+                self._outputs += self._fail_sequences(result)
+            self._updates = self._scheduler.apply(plan, result)
             stamps_ns = (begin_ns, planned_ns, ran_ns, self._clock())
-            self._metrics.step(stamps_ns, result.sample_ns, result.memory_ns)
+            self._note_step = partial(
+                self._metrics.step, stamps_ns, result.sample_ns, result.memory_ns
+            )
             if self._guards is not None:
                 self._guards.run_under_load()
-            return outputs
         finally:
             self._busy_ns += self._clock() - started_ns
+
+    def take_outputs(self) -> list[OutputChunk | RequestFailure]:
+        """Return what was added to each sequence since the last call, in order. Ends sequences at stop strings."""
+        self._settle()
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _settle(self) -> None:
+        """Do what the latest step left for later: turn updates into outputs, and count its time."""
+        updates, self._updates = self._updates, ()
+        for update in updates:
+            self._outputs.append(self._chunk(update))
+        if self._note_step is not None:
+            self._note_step()
+            self._note_step = None
+
+    def _run(
+        self, plan: StepPlan, meanwhile: Callable[[], None] | None
+    ) -> StepResult | list[RequestFailure]:
+        """Compute a plan; return the result, or the ends of client calls when there is none."""
+        task = None if meanwhile is None else _Meanwhile(meanwhile)
+        try:
+            return self._runner.run(plan, task)
+        except Exception as error:
+            if task is not None and error is task.error:
+                raise
+            self._settle()
+            if isinstance(error, MemoryError):
+                return self._retry_or_fail_step(plan, error)
+            # Whatever the numeric code raises concerns the requests of this step; the others go on.
+            logger.exception("[engine] step %d failed", plan.step_index)
+            return self._fail_step(plan, partial(self._step_error, plan, error))
 
     def background_step(self) -> None:
         """Do one step's worth of what can wait; to be called while ``has_work`` is False."""
@@ -354,14 +435,19 @@ class EngineCore:
             self._scheduler.finish(request_id, FinishReason.ABORT)
         self._sequences.clear()
         self._calls.clear()
+        self._updates = ()
         self.check_invariants()
 
     def survey(self) -> CacheSurvey:
         """Return what every block of the cache holds; as ``CacheManager.survey``."""
         return self._manager.survey()
 
+    def census(self) -> tuple[int, int]:
+        """Return how many sequences wait and how many client calls have ended: what other threads act upon."""
+        return self._scheduler.num_waiting, self._num_finished
+
     def stats(self) -> CoreStats:
-        """Return the counters; cheap enough to be called after every step."""
+        """Return the counters."""
         return CoreStats(
             cache=self._manager.stats(),
             scheduler=self._scheduler.stats(),
@@ -404,7 +490,6 @@ class EngineCore:
     def _end_early(self, updates: tuple[RequestUpdate, ...]) -> list[OutputChunk | RequestFailure]:
         """Tell of sequences that ended outside a step: with what they have, or with an error while that is nothing."""
         outputs: list[OutputChunk | RequestFailure] = []
-        usages = {update.request_id: update.usage for update in updates}
         for update in updates:
             sequence = self._sequences.get(update.request_id)
             if sequence is None:
@@ -415,8 +500,8 @@ class EngineCore:
                 outputs.append(self._chunk(update))
                 continue
             for sibling_id in list(call.open_ids):
-                rest = self._scheduler.finish(sibling_id, reason)
-                self._forget(sibling_id, reason, usages[sibling_id] if rest is None else rest.usage)
+                self._scheduler.finish(sibling_id, reason)  # no effect on those that have ended
+                self._forget(sibling_id, reason)
             error = self._early_end_error(reason, call)
             outputs.append(RequestFailure(request_id=call.group.request_id, error=error))
         return outputs
@@ -445,7 +530,7 @@ class EngineCore:
         text = "".join(map(detokenizer.append, shown))
         if update.finish_reason is not None:
             text += detokenizer.finish()
-        finish_reason, usage = update.finish_reason, update.usage
+        finish_reason = update.finish_reason
         stop_reason: str | int | None = update.stop_token_id
         if detokenizer.stop_string is not None:
             if finish_reason is None:
@@ -461,9 +546,10 @@ class EngineCore:
             self._scheduler.finish(update.request_id, FinishReason.STOP)
             text += detokenizer.finish()
             finish_reason = FinishReason.STOP
+        usage = None
         if finish_reason is not None:
             self._metrics.degeneration(sequence.watch.found, is_stopped=is_stopped)
-            self._forget(update.request_id, finish_reason, usage)
+            usage = self._forget(update.request_id, finish_reason)
         return OutputChunk(
             request_id=call.group.request_id,
             index=sequence.index,
@@ -475,7 +561,7 @@ class EngineCore:
             finish_details=None
             if finish_reason is None
             else _finish_details(sequence, is_stopped=is_stopped),
-            usage=None if finish_reason is None else usage,
+            usage=usage,
         )
 
     def _note_token(self, sequence: _Sequence) -> None:
@@ -494,15 +580,13 @@ class EngineCore:
         sequence = self._sequences[request_id]
         update = self._scheduler.finish(request_id, reason)
         assert update is not None  # known here means not finished there
-        text = sequence.detokenizer.finish()
-        self._forget(request_id, reason, update.usage)
         return OutputChunk(
             request_id=sequence.call.group.request_id,
             index=sequence.index,
-            text=text,
+            text=sequence.detokenizer.finish(),
             finish_reason=reason,
             finish_details=_finish_details(sequence, is_stopped=False),
-            usage=update.usage,
+            usage=self._forget(request_id, reason),
         )
 
     def _retry_or_fail_step(self, plan: StepPlan, error: MemoryError) -> list[RequestFailure]:
@@ -583,25 +667,10 @@ class EngineCore:
             self._final_chunk(sibling_id, FinishReason.ERROR)
         return [RequestFailure(request_id=call.group.request_id, error=error)]
 
-    def _without_gaps(self, plan: StepPlan, result: StepResult) -> StepResult:
-        """Return the result with a sample for each sequence that does not run: the scheduler wants one and drops it."""
-        absent = [s.request_id for s in plan.sequences if not self._is_running(s.request_id)]
-        if not absent:
-            return result
-        nothing = SampledToken(token_id=TokenId(0))
-        return StepResult(
-            step_index=result.step_index,
-            samples={**dict.fromkeys(absent, nothing), **result.samples},
-        )
-
-    def _is_running(self, request_id: RequestId) -> bool:
-        sequence = self._sequences.get(request_id)
-        return sequence is not None and sequence.request.status is RequestStatus.RUNNING
-
-    def _forget(self, request_id: RequestId, reason: FinishReason, usage: Usage) -> None:
-        """Drop a sequence that ended; log it, and count the call when it was the last one."""
+    def _forget(self, request_id: RequestId, reason: FinishReason) -> Usage:
+        """Drop a sequence that ended; log it, count the call when it was the last one, and return what it cost."""
         sequence = self._sequences.pop(request_id)
-        call = sequence.call
+        call, usage = sequence.call, sequence.request.usage()
         decode_ns = sequence.last_token_ns - sequence.first_token_ns
         self._metrics.finish(sequence.request, reason, decode_ns)
         del call.open_ids[request_id]
@@ -626,6 +695,7 @@ class EngineCore:
             self._num_finished += 1
             self._num_aborted += call.is_aborted
             self._num_failed += reason is FinishReason.ERROR
+        return usage
 
 
 def _finish_details(sequence: _Sequence, *, is_stopped: bool) -> FinishDetails | None:

@@ -106,11 +106,11 @@ class RequestStats:
     memory_s: HistogramStats
     """Of each step: copies of blocks, and changes of their codec."""
     forward_s: HistogramStats
-    """Of each step: inputs and the forward pass, logits included."""
+    """Of each step: inputs and the forward pass, logits and what is done meanwhile included."""
     sample_s: HistogramStats
     """Of each step: choosing tokens by their logits."""
     apply_s: HistogramStats
-    """Of each step: publishing blocks, text, and the ends of sequences."""
+    """Of each step: publishing blocks, and the ends of sequences."""
     reused_by_codec: Mapping[str, int] = field(default_factory=dict)
     """num_reused_tokens by the codec that they were in; empty where all blocks have the same."""
 
@@ -191,7 +191,7 @@ class RequestMetrics:
             self._num_stopped_degenerate += is_stopped
 
     def stats(self) -> RequestStats:
-        """Return what was counted; cheap enough to be called after every step."""
+        """Return what was counted."""
         schedule, memory, forward, sample, apply = [phase.stats() for phase in self._phases]
         return RequestStats(
             num_prompt_tokens=self._num_prompt_tokens,

@@ -23,7 +23,7 @@ from kvist.model.rotary import frequencies_of
 from kvist.spec import INT4_GROUP, head_kind, why_not_native
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from numpy.typing import NDArray
 
@@ -104,10 +104,10 @@ class NativeDecoder:
         self.pool = pool
         """The threads that compute."""
         self._logits = np.empty((1, spec.vocab_size), np.float32)
-        # The arena of the last step, and its bytes: asking torch for them takes a tenth of a millisecond each time,
-        # right after the kernels have pushed everything else out of the processor's caches.
+        # The arena of the last step, and what the kernels are told of it: asking torch for its bytes takes a tenth of a
+        # millisecond each time, right after the kernels have pushed everything else out of the processor's caches.
         self._arena: BlockArena | SlabArena | None = None
-        self._arena_bytes: NDArray[np.uint8] = np.empty((0, 0), np.uint8)
+        self._blocks: dict[str, Any] = {}
         self._model = native.extension().Model(
             shape={
                 "hidden": spec.hidden_size,
@@ -146,15 +146,29 @@ class NativeDecoder:
         return self._weights.num_bytes
 
     def phase_seconds(self) -> dict[str, float]:
-        """Return the time spent in each phase of the steps so far, waiting for other threads included."""
+        """Return the time spent in each phase of the steps so far, waiting for other threads included.
+
+        Together that is the time in which kernels ran: of a step, from the begin of the first to the end of the last.
+        """
         return {name: ns / 1e9 for name, ns in self._model.phase_ns().items()}
 
-    def step(self, sequences: list[StepSequence], arena: BlockArena | SlabArena) -> StepScores:
+    def wake(self) -> None:
+        """Wake the pool's threads, since a step is near: that takes them about as long as its arrays take to make."""
+        self.pool.wake()
+
+    def step(
+        self,
+        sequences: list[StepSequence],
+        arena: BlockArena | SlabArena,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> StepScores:
         """Compute the step's tokens, store their K and V, and score the rows asked for.
 
         Args:
             sequences: At least one; their rows follow each other in this order.
             arena: The blocks that the tables name; those that the step writes are in the codec of its ``kv_spec``.
+            meanwhile: Called once by this thread while the pool's other threads compute; this one joins them after it.
+                It must not use the pool. What it raises is raised when the step is over. None: there is nothing to do.
 
         Raises:
             ValueError: A token, a block or a count is outside its range, or a block is not allocated or is to be
@@ -162,21 +176,27 @@ class NativeDecoder:
 
         Mutates: The slots of the step's tokens in every layer of the arena.
         """
-        num_logits = sum(sequence.num_logits for sequence in sequences)
+        num_logits = 0
+        for sequence in sequences:
+            num_logits += sequence.num_logits
         if num_logits > len(self._logits):
             self._logits = np.empty((num_logits, self.spec.vocab_size), np.float32)
         if arena is not self._arena:
-            self._arena, self._arena_bytes = arena, arena.slab.numpy()
+            self._arena = arena
+            self._blocks = {
+                "arena": arena.slab.numpy(),
+                "codec": arena.kv_spec.codec,
+                "block_size": arena.kv_spec.block_size,
+                "offsets": arena.offsets,
+                "codecs": arena.codecs,
+                "transforms": arena.transforms,
+            }
         best_logits, best_ids, damaged_rows = self._model.step(
-            self.pool,
-            self._arena_bytes,
-            arena.kv_spec.codec,
-            arena.kv_spec.block_size,
-            sequences,
-            self._logits,
-            arena.offsets,
-            arena.codecs,
-            arena.transforms,
+            pool=self.pool,
+            sequences=sequences,
+            logits=self._logits,
+            meanwhile=meanwhile,
+            **self._blocks,
         )
         return StepScores(
             logits=self._logits,

@@ -345,6 +345,7 @@ class Simulator:
 
     def _end(self, request: SimulatedRequest, update: RequestUpdate) -> None:
         usage = update.usage
+        assert usage is not None  # it is the last update
         self.timeline.finished.append(
             FinishedRequest(
                 number=request.number,

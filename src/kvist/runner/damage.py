@@ -22,8 +22,6 @@ def damage_messages(
         rows: The rows of the step, of all T, that did; ascending.
     """
     messages: dict[RequestId, str] = {}
-    if not rows:
-        return messages
     first_row = 0
     for sequence in sequences:
         own = [row - first_row for row in rows if 0 <= row - first_row < len(sequence.token_ids)]

@@ -17,11 +17,11 @@ from kvist.sched.output import StepResult
 from kvist.storage.slabs import SlabArena
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvist.model.native_decoder import StepScores
     from kvist.runner.sampler import DrawTokens
-    from kvist.sched.output import SampledToken, StepPlan
+    from kvist.sched.output import SampledToken, SampleSpec, ScheduledSequence, StepPlan
     from kvist.storage.arena import BlockArena
     from kvist.types import BlockCopy, MemoryOp, RequestId
 
@@ -29,7 +29,16 @@ if TYPE_CHECKING:
 class Decoder(Protocol):
     """The model, as this runner sees it."""
 
-    def step(self, sequences: list[StepSequence], arena: BlockArena | SlabArena) -> StepScores:
+    def wake(self) -> None:
+        """Be told that a step is near."""
+        ...
+
+    def step(
+        self,
+        sequences: list[StepSequence],
+        arena: BlockArena | SlabArena,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> StepScores:
         """Compute the step's tokens, store their K and V, and score the rows asked for."""
         ...
 
@@ -51,10 +60,15 @@ class NativeRunner:
     ) -> None:
         self._decoder = decoder
         self._arena = arena
+        self._slabs = arena if isinstance(arena, SlabArena) else None
         self._draw_all = draw_all
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> StepResult:
         """Carry out one step and return the tokens it chose.
+
+        Args:
+            plan: What to compute.
+            meanwhile: Called once the kernels run; None: there is nothing to do.
 
         Raises:
             InvariantViolation: The plan changes the memory of blocks, and the arena's blocks have one codec.
@@ -62,37 +76,39 @@ class NativeRunner:
 
         Mutates: The arena: memory of blocks, targets of copies and slots of the scheduled tokens.
         """
+        self._decoder.wake()
         begin_ns = time.perf_counter_ns()
-        self.change_memory(plan.memory_ops)
+        if self._slabs is not None or plan.memory_ops:
+            self.change_memory(plan.memory_ops)
         # In plan order: a later copy may overwrite the source of an earlier one.
         for copy in plan.copies:
             self._arena.copy(copy.source, copy.target, copy.num_tokens)
         memory_ns = time.perf_counter_ns() - begin_ns
-        sequences = plan.sequences
-        sampled = [sequence for sequence in sequences if sequence.sample is not None]
-        scores = self._decoder.step(
-            [
+        steps: list[StepSequence] = []
+        sampled: list[ScheduledSequence] = []
+        specs: list[SampleSpec] = []
+        for sequence in plan.sequences:
+            if sequence.sample is not None:
+                sampled.append(sequence)
+                specs.append(sequence.sample)
+            steps.append(
                 StepSequence(
                     sequence.start,
                     sequence.token_ids,
                     sequence.block_table,
                     0 if sequence.sample is None else 1,
                 )
-                for sequence in sequences
-            ],
-            self._arena,
-        )
+            )
+        scores = self._decoder.step(steps, self._arena, meanwhile)
         started_ns = time.perf_counter_ns()
         outcomes = sample_rows(
-            scores.logits,
-            scores.best_logits,
-            scores.best_ids,
-            [sequence.sample for sequence in sampled if sequence.sample is not None],
-            self._draw_all,
+            scores.logits, scores.best_logits, scores.best_ids, specs, self._draw_all
         )
         sample_ns = time.perf_counter_ns() - started_ns
         samples: dict[RequestId, SampledToken] = {}
-        failed = damage_messages(sequences, scores.damaged_rows)
+        failed: dict[RequestId, str] = {}
+        if scores.damaged_rows:
+            failed = damage_messages(plan.sequences, scores.damaged_rows)
         damaged = set(failed)
         for sequence, outcome in zip(sampled, outcomes, strict=True):
             if sequence.request_id in failed:
@@ -120,8 +136,8 @@ class NativeRunner:
 
         Mutates: The arena.
         """
-        if isinstance(self._arena, SlabArena):
-            self._arena.apply(ops)  # after what an earlier call had no memory for
+        if self._slabs is not None:
+            self._slabs.apply(ops)  # after what an earlier call had no memory for
         elif ops:
             raise InvariantViolation(
                 "[runner] expected no memory operations where blocks have one codec, received "

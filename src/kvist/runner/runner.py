@@ -21,7 +21,7 @@ from kvist.runner.sampler import SampleFailure, sample
 from kvist.sched.output import StepResult
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvist.sched.output import SampledToken, StepPlan
     from kvist.storage.arena import BlockArena
@@ -54,8 +54,12 @@ class ModelRunner:
         self._decoder = decoder
         self._arena = arena
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> StepResult:
         """Carry out one step and return the tokens it chose.
+
+        Args:
+            plan: What to compute.
+            meanwhile: Called first: the tensor library computes in this thread. None: there is nothing to do.
 
         Raises:
             InvariantViolation: The plan changes the memory of blocks; only the native plane's blocks can.
@@ -63,6 +67,8 @@ class ModelRunner:
 
         Mutates: The arena: targets of copies and slots of the scheduled tokens.
         """
+        if meanwhile is not None:
+            meanwhile()
         self.change_memory(plan.memory_ops)
         with torch.inference_mode(), torch_memory_errors():
             # In plan order: a later copy may overwrite the source of an earlier one.

@@ -129,16 +129,16 @@ def sample_rows(
                 f"{best_logits[index]} as the largest of a row; the weights or the KV blocks are damaged",
                 is_damage=True,
             )
-        elif _is_adjusted(spec.params):
+        elif spec.params.logit_bias or spec.params.needs_history:  # its logits are changed
             outcome = _sample_adjusted(rows[index], spec, draw_all)
         elif spec.params.is_greedy:
-            outcome = _sampled(best_ids[index], rows[index], spec)
+            outcome = _sampled(best_ids[index], rows, index, spec)
         else:
             draws.append(_draw_of(index, best_logits[index], spec))
         outcomes.append(outcome)
     if draws:
         for draw, token_id in zip(draws, draw_all(rows, draws), strict=True):
-            outcomes[draw.row] = _sampled(token_id, rows[draw.row], specs[draw.row])
+            outcomes[draw.row] = _sampled(token_id, rows, draw.row, specs[draw.row])
     return [outcome for outcome in outcomes if outcome is not None]
 
 
@@ -156,11 +156,6 @@ def uniform(seed: int, output_index: int) -> float:
     return (bits >> 11) * 2.0**-53
 
 
-def _is_adjusted(params: SamplingParams) -> bool:
-    """Whether anything is added to the logits or taken from them."""
-    return bool(params.logit_bias) or params.needs_history
-
-
 def _sample_adjusted(
     logits: NDArray[np.float32], spec: SampleSpec, draw_all: DrawTokens
 ) -> SampledToken | SampleFailure:
@@ -176,9 +171,9 @@ def _sample_adjusted(
     _penalise(adjusted, spec)
     best_id = int(adjusted.argmax())
     if params.is_greedy:
-        return _sampled(best_id, logits, spec)
+        return _sampled(best_id, logits[None], 0, spec)
     (token_id,) = draw_all(adjusted[None], [_draw_of(0, float(adjusted[best_id]), spec)])
-    return _sampled(token_id, logits, spec)
+    return _sampled(token_id, logits[None], 0, spec)
 
 
 def _draw_of(row: int, largest: float, spec: SampleSpec) -> Draw:
@@ -195,9 +190,10 @@ def _draw_of(row: int, largest: float, spec: SampleSpec) -> Draw:
     )
 
 
-def _sampled(token_id: int, logits: NDArray[np.float32], spec: SampleSpec) -> SampledToken:
+def _sampled(token_id: int, rows: NDArray[np.float32], row: int, spec: SampleSpec) -> SampledToken:
     num_top = spec.params.logprobs
-    logprobs = None if num_top is None else _logprobs(logits, token_id, num_top)
+    # The row is taken out only where it is looked at: even that takes as long as all the rest.
+    logprobs = None if num_top is None else _logprobs(rows[row], token_id, num_top)
     return SampledToken(token_id=TokenId(token_id), logprobs=logprobs)
 
 

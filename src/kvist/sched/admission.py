@@ -80,7 +80,7 @@ class Admission:
         computing request: no way of losing that one (abort, preemption, eviction of its blocks) can leave anybody
         waiting for ever.
         """
-        if not self._running:
+        if not self._running.requests:
             self._is_batch_open = True
         if not len(self._waiting):
             return

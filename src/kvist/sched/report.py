@@ -28,8 +28,8 @@ class RequestUpdate:
     """Set on the last update of the request. ERROR: memory for it could not be allocated, again and again."""
     stop_token_id: int | None = None
     """The one of ``params.stop_token_ids`` that ended it, if one did."""
-    usage: Usage
-    """Up to and including this update."""
+    usage: Usage | None = None
+    """Of the whole request; set on its last update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

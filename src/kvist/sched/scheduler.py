@@ -146,6 +146,7 @@ class Scheduler:
                 "set --prefix-cache off"
             )
         self._manager = manager
+        self._is_mixed = manager.is_mixed
         self._max_batch_tokens = max_batch_tokens
         # Positions in the next step at most: fewer after steps that memory ran out in.
         self._step_limit = max_batch_tokens
@@ -411,11 +412,15 @@ class Scheduler:
         started_ns = self._clock()
         step = Step(budget=max(0, self._step_limit - self._running.num_asleep))
         self._look_at_cache(step)
-        self._plan_next_tokens(step)
-        self._plan_prompts_begun(step)
-        self._retry_paused(step)
+        has_prompts = self._plan_next_tokens(step)
+        if has_prompts:
+            self._plan_prompts_begun(step)
+        if step.has_preempted:
+            self._retry_paused(step)
         self._admission.plan(step)
-        self._plan_rest(step)
+        # Whoever was given nothing so far found the step full, or pauses.
+        if step.has_partial or step.has_preempted:
+            self._plan_rest(step)
         self._num_pauses += len(step.paused)
         plan = self._hand_out(step, started_ns) if step.num_scheduled else None
         self._num_failed_allocations += step.has_failed_allocation
@@ -435,11 +440,16 @@ class Scheduler:
         except MemoryError:
             step.has_failed_allocation = True
 
-    def _plan_next_tokens(self, step: Step) -> None:
-        for request in [r for r in self._running.awake if r.num_uncomputed_tokens == 1]:
+    def _plan_next_tokens(self, step: Step) -> bool:
+        """Give a position to those that lack one; return whether any request lacks more."""
+        awake = self._running.awake
+        lacking = [r for r in awake if r.num_uncomputed_tokens == 1]
+        has_prompts = len(lacking) < len(awake)
+        for request in lacking:
             if step.budget == 0:
-                return
+                break
             self._compute(request, 1, step)
+        return has_prompts
 
     def _plan_prompts_begun(self, step: Step) -> None:
         begun = sorted(
@@ -458,9 +468,7 @@ class Scheduler:
                 budget -= num_tokens
 
     def _retry_paused(self, step: Step) -> None:
-        # Others may have given way since: alone at last, the oldest must not pause in an empty plan.
-        if not step.has_preempted:
-            return
+        # Others have given way since: alone at last, the oldest must not pause in an empty plan.
         for request in sorted(step.paused, key=lambda r: r.arrival_index):
             if step.budget == 0:
                 return
@@ -468,8 +476,6 @@ class Scheduler:
             self._compute(request, min(request.num_uncomputed_tokens, step.budget), step)
 
     def _plan_rest(self, step: Step) -> None:
-        if not (step.has_partial or step.has_preempted):
-            return  # whoever was given nothing found the step full, or pauses
         for request in list(self._running.awake) if step.budget else ():
             if step.budget == 0:
                 return
@@ -534,24 +540,25 @@ class Scheduler:
             step.has_failed_allocation = True
             self._keep_copies()
             return None
+        num_batch_tokens = 0
         for request, num_tokens in step.num_scheduled.items():
+            num_batch_tokens += num_tokens
             start = request.num_computed_tokens
             if start < request.num_computed_before:
                 num_repeated = min(num_tokens, request.num_computed_before - start)
                 request.num_recomputed_tokens += num_repeated
                 self._num_recomputed_tokens += num_repeated
-            self._num_scheduled_tokens += num_tokens
+        self._num_scheduled_tokens += num_batch_tokens
         requests = tuple(step.num_scheduled)
-        memory_ops = self._manager.take_memory_ops()
         plan = StepPlan(
             step_index=self._num_steps,
-            copies=() if self._manager.is_mixed else (*self._undone_copies, *step.copies),
-            memory_ops=memory_ops,
+            copies=() if self._is_mixed else (*self._undone_copies, *step.copies),
+            memory_ops=self._manager.take_memory_ops() if self._is_mixed else (),
             sequences=sequences,
         )
         self._undone_copies = ()
         self._num_steps += 1
-        self._in_flight = InFlight(plan, requests, started_ns)
+        self._in_flight = InFlight(plan, requests, num_batch_tokens, started_ns)
         return plan
 
     def _sequence(self, request: Request, num_tokens: int) -> ScheduledSequence:
@@ -573,6 +580,8 @@ class Scheduler:
     def apply(self, plan: StepPlan, result: StepResult) -> tuple[RequestUpdate, ...]:
         """Take the result of the step in flight: publish what was computed, append tokens, end what is complete.
 
+        Requests that have been finished or preempted since need no sample; what was computed for them is dropped.
+
         Returns:
             One update for each request that got a token or ended, in plan order.
 
@@ -583,26 +592,27 @@ class Scheduler:
         Mutates:
             Commits blocks; releases those of finished requests.
         """
-        self._require_in_flight(plan)
-        assert self._in_flight is not None
+        in_flight = self._require_in_flight(plan)
         missing = [
-            sequence.request_id
-            for sequence in plan.sequences
-            if sequence.sample is not None and sequence.request_id not in result.samples
+            request.request_id
+            for request, sequence in zip(in_flight.requests, plan.sequences, strict=True)
+            if sequence.sample is not None
+            and request.request_id not in result.samples
+            and request.status is RequestStatus.RUNNING
         ]
         if result.step_index != plan.step_index or missing:
             raise InvariantViolation(
                 f"[scheduler] expected the result of step {plan.step_index}, received that of {result.step_index} "
                 f"without samples for {missing}"
             )
-        requests, started_ns = self._in_flight.requests, self._in_flight.started_ns
         self._in_flight = None
-        self._throughput.record(plan.num_batch_tokens, (self._clock() - started_ns) / 1e9)
+        duration_s = (self._clock() - in_flight.started_ns) / 1e9
+        self._throughput.record(in_flight.num_batch_tokens, duration_s)
         if self._step_limit < self._max_batch_tokens:
             longer = self._step_limit + max(1, self._step_limit // 8)
             self._step_limit = min(longer, self._max_batch_tokens)
         updates = []
-        for request, sequence in zip(requests, plan.sequences, strict=True):
+        for request, sequence in zip(in_flight.requests, plan.sequences, strict=True):
             update = self._apply_sequence(request, sequence, result)
             if update is not None:
                 updates.append(update)
@@ -627,9 +637,10 @@ class Scheduler:
         self._num_failed_allocations += 1
         self._step_limit = max(1, plan.num_batch_tokens // 2)
 
-    def _require_in_flight(self, plan: StepPlan) -> None:
+    def _require_in_flight(self, plan: StepPlan) -> InFlight:
         if self._in_flight is None or self._in_flight.plan is not plan:
             raise InvariantViolation(f"[scheduler] step {plan.step_index} is not in flight")
+        return self._in_flight
 
     def _keep_copies(self) -> None:
         """Note the copies that running requests wait for, whose step has failed or was not handed out (inv. 4)."""
@@ -681,7 +692,7 @@ class Scheduler:
             logprobs=() if sampled.logprobs is None else (sampled.logprobs,),
             finish_reason=finish_reason,
             stop_token_id=token_id if token_id in request.params.stop_token_ids else None,
-            usage=request.usage(),
+            usage=None if finish_reason is None else request.usage(),
         )
 
     def _finish_reason(self, request: Request, token_id: TokenId) -> FinishReason | None:

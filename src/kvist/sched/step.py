@@ -67,4 +67,5 @@ class InFlight:
 
     plan: StepPlan
     requests: tuple[Request, ...]
+    num_batch_tokens: int
     started_ns: int

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvist.server.errors import HttpError, shorten
+from kvist.server.errors import HttpError, encode_json, shorten
 from kvist.server.logprobs import CompletionLogprobs, chat_logprobs
 from kvist.server.prompts import Prompt, check_fit, encode_messages, encode_prompts
 from kvist.server.protocol import parse_chat, parse_completion
@@ -40,11 +40,12 @@ class Answer(ABC):
     def __init__(self, request_id: str, model: str) -> None:
         self._head: Json = {
             "id": request_id,
-            "object": "",
+            "object": self._piece_object,
             # The wall clock: OpenAI defines it as a date. No duration is taken from it.
             "created": int(time.time()),
             "model": model,
         }
+        self._encoded_head = encode_json(self._head).removesuffix(b"}")
 
     @abstractmethod
     def whole(self, outputs: Sequence[ChoiceOutput], usage: CallUsage) -> Json:
@@ -52,7 +53,7 @@ class Answer(ABC):
 
     @abstractmethod
     def opening(self, num_choices: int) -> list[Json]:
-        """Return the pieces sent before any output."""
+        """Return the pieces sent before any output, each without what ``encoded`` puts before it."""
 
     @abstractmethod
     def pieces(self, item: ChoiceChunk) -> list[Json]:
@@ -60,7 +61,11 @@ class Answer(ABC):
 
     def usage_piece(self, usage: CallUsage) -> Json:
         """Return the last piece of a stream that was asked for usage."""
-        return {**self._document(self._piece_object, []), "usage": usage_json(usage)}
+        return {"choices": [], "usage": usage_json(usage)}
+
+    def encoded(self, piece: Json) -> bytes:
+        """Return the JSON of a piece, with what all pieces of the answer begin with."""
+        return self._encoded_head + b"," + encode_json(piece).removeprefix(b"{")
 
     @property
     @abstractmethod
@@ -155,7 +160,7 @@ class CompletionAnswer(Answer):
 
     def _piece(self, index: int, text: str) -> Json:
         choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
-        return self._document("text_completion", [choice])
+        return {"choices": [choice]}
 
 
 class ChatAnswer(Answer):
@@ -208,7 +213,7 @@ class ChatAnswer(Answer):
 
     def _piece(self, index: int, delta: Json) -> Json:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return self._document(self._piece_object, [choice])
+        return {"choices": [choice]}
 
 
 def prepare_completion(document: Json, engine: ServedEngine, model: str) -> Job:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 MAX_NAME_LEN = 80
 """Characters of a client's own parameter or model name that a message repeats at most."""
 
+# One for all: ``json.dumps`` makes one each time it is asked for anything but its defaults.
+_encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
 
 class HttpError(Exception):
     """A failure of the HTTP exchange itself, before any request reaches the engine.
@@ -144,8 +147,7 @@ def json_response(
 
 def encode_json(document: object) -> bytes:
     r"""Return compact UTF-8 JSON. A lone surrogate (from a client's own names) becomes its ``\ud800`` escape."""
-    text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.encode("utf-8", "backslashreplace")
+    return _encoder.encode(document).encode("utf-8", "backslashreplace")
 
 
 def shorten(name: str) -> str:

@@ -87,7 +87,7 @@ class EventStream(Response):
                 reply = to_reply(error)
                 if reply.status == HTTPStatus.INTERNAL_SERVER_ERROR:
                     logger.exception("[server] %s failed in mid-stream", self._job.request_id)
-                end = _event(reply.envelope)
+                end = _event(encode_json(reply.envelope))
             await send({"type": "http.response.body", "body": end, "more_body": False})
             if end is END:
                 self._after()
@@ -111,10 +111,10 @@ class EventStream(Response):
         if self._job.wants_usage_chunk:
             # OpenAI: "all other chunks will also include a usage field, but with a null value".
             pieces = [{**piece, "usage": piece.get("usage")} for piece in pieces]
-        body = b"".join(map(_event, pieces))
+        body = b"".join([_event(self._job.answer.encoded(piece)) for piece in pieces])
         if body:
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-def _event(document: dict[str, Any]) -> bytes:  # Any: JSON
-    return b"data: " + encode_json(document) + b"\n\n"
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"

@@ -480,6 +480,39 @@ class TestEnd:
         parts.engine._thread.join(WAIT_S)
 
 
+class TestStats:
+    def test_whoever_has_seen_its_end_finds_it_counted(self, parts):
+        with parts.engine as engine:
+            for count in range(1, 20):
+                list(engine.submit(PROMPT, SamplingParams(max_tokens=2, ignore_eos=True)))
+                assert engine.stats().num_finished_requests == count
+
+    def test_while_requests_only_go_on_they_are_taken_down_now_and_then(self, monkeypatch):
+        now_ns = 0
+        parts = make_parts()
+        parts.engine._clock = lambda: now_ns
+        parts.engine._published_ns = 0
+        taken: list[int] = []
+        stats = parts.core.stats
+        monkeypatch.setattr(parts.core, "stats", lambda: taken.append(now_ns) or stats())
+        gate = Gate(parts)
+        parts.engine.submit([5], SamplingParams(max_tokens=100, ignore_eos=True))
+        with parts.engine:
+            for _ in range(20):
+                gate.wait_for_step()
+                gate.allow_step()
+            gate.wait_for_step()
+            num_before = len(taken)
+            now_ns = 10**9
+            gate.allow_step()
+            gate.wait_for_step()
+            gate.allow_step()
+            gate.wait_for_step()
+            assert num_before <= 4
+            assert taken[num_before:] == [10**9]
+            gate.open()
+
+
 def test_stats_count_calls_and_time(parts):
     assert parts.engine.stats().uptime_s == 0.0
     with parts.engine as engine:

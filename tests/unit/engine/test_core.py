@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from tests.support.engine_fakes import EOS, ByteTokenizer, Parts, answer, make_parts
 
+import kvist
 from kvist.engine.core import RequestFailure, RequestGroup, sequence_seed
 from kvist.errors import DeadlineExceeded, EngineOverloaded, InvariantViolation, PromptTooLong
 from kvist.types import FinishReason, OutputChunk, SamplingParams
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 PROMPT = tuple(b"the same long prompt for all")
 
@@ -405,10 +413,104 @@ class TestFailedSequence:
         parts = make_parts()
         parts.core.add(group())
         run_plan = parts.runner.run
-        parts.runner.run = lambda plan: dataclasses.replace(run_plan(plan), samples={})
+        parts.runner.run = lambda plan, _: dataclasses.replace(run_plan(plan), samples={})
         with pytest.raises(InvariantViolation, match="without samples"):
             parts.core.step()
         parts.core.close()
+
+
+class TestOutputsWhileTheNextStepRuns:
+    """Text and ends of a step, taken while the next one is computed, are what they would be between the two."""
+
+    STOP = bytes(answer(PROMPT, SamplingParams(seed=1, max_tokens=9, ignore_eos=True)))[
+        6:9
+    ].decode()
+    GROUPS = (
+        group("stopped", ignore_eos=True, max_tokens=40, stop=(STOP,)),
+        group("siblings", n=3, max_tokens=7, seed=5),
+        group("long", prompt=b"x" * 50, max_tokens=30, seed=2),
+        group("ended", seed=3, max_tokens=60),
+    )
+
+    def test_every_sequence_gets_the_same_chunks(self):
+        expected = make_parts()
+        for each in self.GROUPS:
+            expected.core.add(each)
+        chunks = run(expected)
+        parts = make_parts()
+        for each in self.GROUPS:
+            parts.core.add(each)
+        taken: list[OutputChunk | RequestFailure] = []
+        while parts.core.has_work:
+            parts.core.compute(lambda: taken.extend(parts.core.take_outputs()))
+            parts.manager.check_invariants()
+        taken += parts.core.take_outputs()
+        parts.core.check_invariants()
+        for (name, index), mine in chunks.items():
+            assert mine == [c for c in taken if (c.request_id, c.index) == (name, index)]
+        assert len(taken) == sum(map(len, chunks.values()))
+
+    def test_what_is_computed_after_a_stop_string_is_dropped(self):
+        parts = make_parts()
+        parts.core.add(self.GROUPS[0])
+        while parts.core.has_work:
+            parts.core.compute(parts.core.take_outputs)
+        assert parts.core.stats().scheduler.num_dropped_results == 1
+        parts.core.check_invariants()
+
+    @pytest.mark.parametrize("error", [RuntimeError("a bug"), MemoryError("none left")])
+    def test_a_failure_of_what_is_done_meanwhile_is_none_of_the_step(self, error):
+        def fail() -> None:
+            raise error
+
+        parts = make_parts()
+        parts.core.add(group())
+        with pytest.raises(type(error)):
+            parts.core.compute(fail)
+        assert parts.core.stats().num_failed == 0
+        assert not parts.core.take_outputs()
+        parts.core.close()
+
+    @pytest.mark.parametrize("error", [RuntimeError("numeric trouble"), MemoryError("none left")])
+    def test_a_step_that_fails_before_they_were_taken_loses_none(self, error, monkeypatch):
+        parts = make_parts()
+        parts.core.add(group(max_tokens=9, ignore_eos=True))
+        parts.core.compute()
+
+        def fail(*_: object) -> None:
+            raise error
+
+        monkeypatch.setattr(parts.runner, "run", fail)
+        parts.core.compute(lambda: None)
+        monkeypatch.undo()
+        outputs = parts.core.take_outputs()
+        while parts.core.has_work:
+            outputs += parts.core.step()
+        expected = answer(PROMPT, SamplingParams(seed=1, max_tokens=9, ignore_eos=True))
+        if isinstance(error, RuntimeError):
+            assert tokens(outputs[:1]) == expected[:1]
+            assert isinstance(outputs[1], RequestFailure)
+        else:
+            assert tokens(outputs) == expected
+
+    def test_an_abort_returns_them_before_the_last_chunk(self):
+        parts = make_parts()
+        parts.core.add(group(ignore_eos=True))
+        parts.core.compute()
+        first, last = parts.core.abort("r")
+        assert (len(first.token_ids), first.finish_reason) == (1, None)
+        assert (last.token_ids, last.finish_reason) == ((), FinishReason.ABORT)
+
+    def test_a_deadline_comes_after_them(self):
+        now_ns = 0
+        parts = make_parts(clock=lambda: now_ns)
+        parts.core.add(group(deadline_s=1.0, ignore_eos=True))
+        parts.core.compute()
+        now_ns = 2 * 10**9
+        parts.core.compute()
+        first, last = parts.core.take_outputs()
+        assert len(first.token_ids) == 1
+        assert (last.token_ids, last.finish_reason) == ((), FinishReason.TIMEOUT)
 
 
 def test_idle_engine_that_holds_blocks_is_a_bug():
@@ -453,3 +555,34 @@ def test_stats_are_a_frozen_snapshot():
     assert after.num_steps == len(parts.runner.plans)
     with pytest.raises(dataclasses.FrozenInstanceError):
         after.num_steps = 3  # type: ignore[misc]
+
+
+def test_a_decode_step_takes_few_calls_of_python():
+    """What stands between two steps' kernels is paid for by every token; what is done meanwhile is not counted."""
+    parts = make_parts(num_blocks=64)
+    parts.core.add(group(ignore_eos=True, max_tokens=40))
+    for _ in range(5):
+        parts.core.compute(parts.core.take_outputs)
+    package = str(Path(kvist.__file__).parent)
+    calls: list[str] = []
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        # The generated constructors of dataclasses are in no file.
+        if event == "call" and frame.f_code.co_filename.startswith((package, "<string>")):
+            calls.append(frame.f_code.co_qualname)
+
+    def meanwhile() -> None:
+        sys.setprofile(None)
+        parts.core.take_outputs()
+        sys.setprofile(count)
+
+    gc.disable()  # what other tests left behind may have finalisers
+    sys.setprofile(count)
+    try:
+        parts.core.compute(meanwhile)
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    # 71 when this was written.
+    assert len(calls) <= 75, calls
+    parts.core.close()

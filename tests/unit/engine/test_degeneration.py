@@ -175,8 +175,8 @@ class TestEngine:
         # Every output is the same letter.
         run = parts.runner.run
 
-        def looping(plan):
-            result = run(plan)
+        def looping(plan, meanwhile):
+            result = run(plan, meanwhile)
             samples = {name: type(s)(token_id=97) for name, s in result.samples.items()}
             return type(result)(step_index=result.step_index, samples=samples)
 

@@ -32,7 +32,10 @@ class ScoreDecoder:
         self.blocks: list[torch.Tensor] = []
         self.damaged_rows: list[int] = []
 
-    def step(self, sequences: list[StepSequence], arena: BlockArena) -> StepScores:
+    def wake(self) -> None:
+        pass
+
+    def step(self, sequences: list[StepSequence], arena: BlockArena, meanwhile=None) -> StepScores:
         self.steps.append(sequences)
         self.blocks.append(arena.slab.clone())
         last = [sequence.token_ids[-1] for sequence in sequences if sequence.num_logits]
