@@ -517,9 +517,8 @@ class AsyncEngine:
                 )
             if not has_news:
                 self._core.check_invariants()
-        if (
-            not self._commands
-        ):  # looked at without the lock: what is sent a moment later waits for a step
+        # Looked at without the lock: what is sent a moment later waits for a step.
+        if not self._commands:
             return []
         with self._wakeup:
             commands = list(self._commands)
@@ -609,9 +608,8 @@ class AsyncEngine:
             self._num_untaken -= num_taken
 
     def _is_time_to_stop(self) -> bool:
-        stop_at_ns = (
-            self._stop_at_ns
-        )  # without the lock: it is read once, and only ever gets earlier
+        # Without the lock: it is read once, and only ever gets earlier.
+        stop_at_ns = self._stop_at_ns
         if stop_at_ns is None:
             return False
         return not self._core.has_work or self._clock() >= stop_at_ns

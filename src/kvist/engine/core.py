@@ -298,8 +298,8 @@ class EngineCore:
         """Plan, compute and apply one step; what it adds to each sequence is for ``take_outputs``.
 
         Args:
-            meanwhile: Called at most once, while the step is computed. It may take the outputs of the step before, and
-                nothing else of this object. None: there is nothing to do.
+            meanwhile: Called at most once: while the step is computed, or when there is nothing to compute just now. It
+                may take the outputs of the step before, and nothing else of this object. None: there is nothing to do.
 
         Raises:
             InvariantViolation: A law of the cache or the scheduler is broken; the core must not be used any more.
@@ -314,6 +314,8 @@ class EngineCore:
             begin_ns = self._clock()
             plan = self._scheduler.plan()
             if plan is None:
+                if meanwhile is not None:
+                    meanwhile()
                 return
             planned_ns = self._clock()
             self._num_steps += 1

@@ -458,6 +458,16 @@ class TestOutputsWhileTheNextStepRuns:
         assert parts.core.stats().scheduler.num_dropped_results == 1
         parts.core.check_invariants()
 
+    def test_they_can_be_taken_where_there_is_nothing_to_compute_just_now(self, monkeypatch):
+        parts = make_parts()
+        parts.core.add(group(ignore_eos=True))
+        parts.core.compute()
+        monkeypatch.setattr(parts.scheduler, "plan", lambda: None)
+        taken: list[OutputChunk | RequestFailure] = []
+        parts.core.compute(lambda: taken.extend(parts.core.take_outputs()))
+        assert len(tokens(taken)) == 1
+        parts.core.close()
+
     @pytest.mark.parametrize("error", [RuntimeError("a bug"), MemoryError("none left")])
     def test_a_failure_of_what_is_done_meanwhile_is_none_of_the_step(self, error):
         def fail() -> None:
