@@ -38,6 +38,8 @@ from kvist.storage.slabs import SlabArena
 from kvist.types import SamplingParams, TokenId
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvist.engine.core import EngineCore
     from kvist.model.native_decoder import StepSequence
     from kvist.spec import ModelSpec
@@ -55,9 +57,17 @@ class NoDecoder(NativeDecoder):
     def __init__(self, spec: ModelSpec, pool: Any) -> None:  # noqa: ANN401  # native.Pool
         self.spec = spec
         self.pool = pool
+        self.reduction = None
 
-    def step(self, sequences: list[StepSequence], arena: BlockArena | SlabArena) -> StepScores:
+    def step(
+        self,
+        sequences: list[StepSequence],
+        arena: BlockArena | SlabArena,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> StepScores:
         """See ``NativeDecoder``."""
+        if meanwhile is not None:
+            meanwhile()
         if isinstance(arena, SlabArena):
             # What a block held before may be no numbers in the codec that it is written in.
             size = arena.kv_spec.block_size
