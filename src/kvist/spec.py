@@ -235,9 +235,14 @@ def head_kind(kind: str) -> str:
     return "int8" if kind == "int4" else kind
 
 
+def is_native_head_dim(head_dim: int) -> bool:
+    """Return whether the native kernels take heads of so many dimensions."""
+    return head_dim % 8 == 0 and head_dim <= 256
+
+
 def why_not_native(spec: ModelSpec) -> str:
     """Return why the native kernels cannot run a model, in words; empty when they can."""
-    if spec.head_dim % 8 or spec.head_dim > 256:
+    if not is_native_head_dim(spec.head_dim):
         return f"the native kernels take head dimensions that are multiples of 8 up to 256, not {spec.head_dim}"
     if any(rope.dim != spec.head_dim for rope in spec.ropes):
         return f"the native kernels rotate whole heads of {spec.head_dim} dimensions only"

@@ -43,9 +43,7 @@ from kvist.kernels.kv_rows import (
     encode_int8,
     encode_int8_keys,
 )
-
-_MAX_NATIVE_DIM = 256
-"""Largest head dimension of the native kernels."""
+from kvist.spec import is_native_head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +112,8 @@ def _encode_natively(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor 
 
     In torch it takes about a hundred small operations, which a step that computes one token would wait for.
     """
-    head_dim = keys.shape[-1]
-    if (
-        not native.available()
-        or keys.device.type != "cpu"
-        or head_dim % 8
-        or head_dim > _MAX_NATIVE_DIM
-    ):
+    is_on_cpu = keys.device.type == "cpu"
+    if not native.available() or not is_on_cpu or not is_native_head_dim(keys.shape[-1]):
         return None
     k, q = (
         x.detach().to(torch.float32).reshape(-1, *x.shape[-2:]).contiguous().numpy()

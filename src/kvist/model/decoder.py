@@ -269,9 +269,8 @@ class Decoder:
             step.observer.see(layer.index, queries, keys, values)
         if arena.turns_keys:
             queries, keys = turn(queries), turn(keys)
-            arena.write(layer.index, batch.slots, keys, values, queries)
-        else:
-            arena.write(layer.index, batch.slots, keys, values)
+        rounding = queries if arena.turns_keys else None
+        arena.write(layer.index, batch.slots, keys, values, rounding)
         attended = dispatch.attention(
             queries,
             arena.layer(layer.index),
