@@ -14,9 +14,13 @@ bool streams(const AttentionShape& shape, int num_rows) {
   return num_rows * group <= kMaxStreamed && shape.layout.head_dim % 16 == 0;
 }
 
+int heads_together(const AttentionShape& shape, int num_rows) {
+  return streams(shape, num_rows) ? attention_stream_heads_avx2(shape, num_rows) : 1;
+}
+
 std::size_t scratch_bytes(const AttentionShape& shape, int num_rows) {
   const std::size_t tile = attention_tile_scratch_avx2(shape, num_rows);
-  const std::size_t stream = attention_stream_scratch_avx2(shape, num_rows);
+  const std::size_t stream = attention_stream_scratch_avx2(shape);
   return tile > stream ? tile : stream;
 }
 
@@ -31,6 +35,6 @@ void run(const AttentionShape& shape, const AttentionItem& item, const KvLayer& 
 
 }  // namespace
 
-const AttentionKernels kAttentionAvx2 = {scratch_bytes, run};
+const AttentionKernels kAttentionAvx2 = {heads_together, scratch_bytes, run};
 
 }  // namespace kvist

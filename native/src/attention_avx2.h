@@ -20,7 +20,8 @@ namespace kvist {
 std::size_t attention_tile_scratch_avx2(const AttentionShape& shape, int num_rows);
 void attention_tile_avx2(const AttentionShape& shape, const AttentionItem& item, const KvLayer& layer,
                          const AttentionRows& rows, std::uint8_t* scratch);
-std::size_t attention_stream_scratch_avx2(const AttentionShape& shape, int num_rows);
+std::size_t attention_stream_scratch_avx2(const AttentionShape& shape);
+int attention_stream_heads_avx2(const AttentionShape& shape, int num_rows);
 void attention_stream_avx2(const AttentionShape& shape, const AttentionItem& item, const KvLayer& layer,
                            const AttentionRows& rows, std::uint8_t* scratch);
 

@@ -30,6 +30,6 @@ void run(const AttentionShape& shape, const AttentionItem& item, const KvLayer& 
 
 }  // namespace
 
-const AttentionKernels kAttentionAvx512 = {scratch_bytes, run};
+const AttentionKernels kAttentionAvx512 = {nullptr, scratch_bytes, run};
 
 }  // namespace kvist

@@ -10,12 +10,13 @@ namespace kvist {
 
 struct HeadTurn;
 
-// Some query rows of one KV head's group of query heads against the keys [key_begin, key_end). The row `rows[i]` is the
-// position `positions[i]` of its sequence and sees the keys up to itself, within the window. Key j is in the block that
+// Some query rows, of the groups of query heads of one KV head or of several that follow each other, against the keys
+// [key_begin, key_end). The row `rows[i]` is the position `positions[i]` of its sequence and sees the keys up to itself, within the window. Key j is in the block that
 // starts at block_offsets[j / P] of the layer's base; all blocks are of the shape's codec. Keys at or beyond key_end are
 // never touched, whatever their blocks hold.
 struct AttentionItem {
   int kv_head;
+  int num_kv_heads;  // up to what `heads_together` says
   int num_rows;
   const std::int32_t* rows;
   const std::int32_t* positions;
@@ -37,6 +38,8 @@ inline constexpr float kNoScore = -1e30F;
 inline constexpr float kLog2E = 1.44269504088896341F;
 
 struct AttentionKernels {
+  // KV heads of an item of num_rows query rows, at most. Null: one.
+  int (*heads_together)(const AttentionShape& shape, int num_rows);
   // For items of up to num_rows query rows.
   std::size_t (*scratch_bytes)(const AttentionShape& shape, int num_rows);
   void (*run)(const AttentionShape& shape, const AttentionItem& item, const KvLayer& layer, const AttentionRows& rows,

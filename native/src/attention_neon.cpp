@@ -249,6 +249,6 @@ void run(const AttentionShape& shape, const AttentionItem& item, const KvLayer& 
 }  // namespace
 }  // namespace neon
 
-const AttentionKernels kAttentionNeon = {neon::scratch_bytes, neon::run};
+const AttentionKernels kAttentionNeon = {nullptr, neon::scratch_bytes, neon::run};
 
 }  // namespace kvist

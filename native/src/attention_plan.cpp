@@ -10,8 +10,10 @@
 //
 // Where the blocks of a span are of several codecs, it is cut into pieces of one codec each: where the codec changes, or,
 // when it changes often, by collecting the blocks of each codec, whose order means nothing to a sum. Pieces that cost
-// more than a fraction of the step are split over keys, into units; each unit is one item per KV head. Items are sorted from heavy to light: threads claim them in order, so that the last ones to be claimed are short. A
-// row whose keys are spread over several units gets its result by a merge.
+// more than a fraction of the step are split over keys, into units; each unit is one item per KV head, or per run of KV
+// heads where the kernel reads those side by side. Units are sorted from heavy to light: threads claim items in order,
+// so that the last ones to be claimed are short. A row whose keys are spread over several units gets its result by a
+// merge.
 //
 // Planning a step takes O(rows + blocks + units log units).
 
@@ -33,7 +35,8 @@ namespace {
 constexpr int kStackedRows = 192;   // query rows times heads of a full tile: packing keys is then 2 % of the work
 constexpr int kFewStacked = 8;      // below: keys are streamed and not packed
 constexpr int kItemsPerThread = 8;  // an item costs at most this fraction of a thread's part of the step
-constexpr int kMinSplitKeys = 256;  // shorter parts cost more in merges than they gain
+constexpr int kMinSplitKeys = 256;  // times KV heads of an item: shorter parts cost more in merges than they gain
+constexpr int kLongItem = 2;        // limits that KV heads together may cost
 constexpr int kMinSharedKeys = 64;  // reads that sharing must save: less does not pay for a merge
 constexpr int kMergeFloats = 2048;  // outputs per merge: a microsecond
 constexpr int kMaxRuns = 4;         // of blocks of one codec in a span; more are collected by codec
@@ -63,8 +66,14 @@ struct Unit {
   int key_begin;
   int key_end;
   int codec;
-  int slot;  // of the first row's partial result; -1: writes the output
-  std::int64_t cost;
+  int heads;          // KV heads of an item; the last one may have fewer
+  int slot;           // of the first row's partial result; -1: writes the output
+  std::int64_t cost;  // per item
+};
+
+struct Item {
+  int unit;
+  int kv_head;
 };
 
 struct Member {
@@ -127,6 +136,7 @@ struct AttentionPlan::State {
   std::vector<std::int32_t> positions;     // beside rows
   std::vector<Span> spans;
   std::vector<Unit> units;  // heavy to light
+  std::vector<Item> items;
   std::vector<Member> members;
 
   // Merge m is for the row merge_rows[m], whose partial results are in the slots
@@ -151,6 +161,7 @@ struct AttentionPlan::State {
   void add_runs(const Span& span, int begin, int end);
   void cut_by_codec(const Span& span);
   void make_units(int num_threads);
+  void make_items();
   void make_merges(int num_rows);
 };
 
@@ -319,17 +330,28 @@ void AttentionPlan::State::make_units(int num_threads) {
   }
   const int block_size = shape.layout.block_size;
   const int grain = block_size * ceil_div(64, block_size);
+  const std::int64_t everything = total * shape.layout.num_kv_heads;
   const std::int64_t limit =
-      num_threads == 1 ? total * shape.layout.num_kv_heads
-                       : total * shape.layout.num_kv_heads / (static_cast<std::int64_t>(num_threads) * kItemsPerThread);
+      num_threads == 1
+          ? everything
+          : std::max<std::int64_t>(1, everything / (static_cast<std::int64_t>(num_threads) * kItemsPerThread));
   for (Span& span : spans) {
     cut_by_codec(span);
     span.num_parts = 0;
     for (const Piece& piece : pieces) {
       const int num_keys = piece.key_end - piece.key_begin;
       const std::int64_t cost = span.cost * num_keys / (span.key_end - span.key_begin);
-      const auto wanted = static_cast<int>(std::min<std::int64_t>(ceil_div(cost, std::max<std::int64_t>(limit, 1)),
-                                                                  std::max(1, num_keys / kMinSplitKeys)));
+      // Heads together save memory's time and fill fewer items: they part where those would be too long.
+      const auto parts = [&](int heads) {
+        const std::int64_t most = std::max(1, num_keys * heads / kMinSplitKeys);
+        return static_cast<int>(std::min(ceil_div(heads * cost, heads > 1 ? kLongItem * limit : limit), most));
+      };
+      const auto heads_together = kernels[piece.codec]->heads_together;
+      int heads = heads_together == nullptr ? 1 : heads_together(shapes[piece.codec], span.num_rows);
+      if (heads * cost > parts(heads) * kLongItem * limit) {
+        heads = 1;
+      }
+      const int wanted = parts(heads);
       // Parts end at multiples of the grain counted from key 0, so that a block is in one part only.
       const int part = round_up(ceil_div(num_keys, std::max(wanted, 1)), grain);
       for (int begin = piece.key_begin; begin < piece.key_end; ++span.num_parts) {
@@ -340,13 +362,24 @@ void AttentionPlan::State::make_units(int num_threads) {
                              .key_begin = begin,
                              .key_end = end,
                              .codec = piece.codec,
+                             .heads = heads,
                              .slot = -1,
-                             .cost = cost * (end - begin) / num_keys});
+                             .cost = heads * cost * (end - begin) / num_keys});
         info.blocks_read += ceil_div(end, block_size) - begin / block_size;
         begin = end;
       }
     }
   }
+}
+
+void AttentionPlan::State::make_items() {
+  items.clear();
+  for (int unit = 0; unit < static_cast<int>(units.size()); ++unit) {
+    for (int head = 0; head < shape.layout.num_kv_heads; head += units[unit].heads) {
+      items.push_back(Item{unit, head});
+    }
+  }
+  info.num_items = static_cast<int>(items.size());
 }
 
 void AttentionPlan::State::make_merges(int num_rows) {
@@ -438,7 +471,7 @@ void AttentionPlan::assign(Isa isa, const AttentionShape& shape, const Attention
                             : (a.first_row != b.first_row ? a.first_row < b.first_row : a.key_begin < b.key_begin);
   });
   state.make_merges(batch.query_starts[num_sequences]);
-  state.info.num_items = static_cast<int>(state.units.size()) * shape.layout.num_kv_heads;
+  state.make_items();
   int most_rows = 1;
   for (const Span& span : state.spans) {
     most_rows = std::max(most_rows, span.num_rows);
@@ -458,9 +491,11 @@ AttentionPlanInfo AttentionPlan::info() const { return state_->info; }
 void AttentionPlan::run(int item, const std::uint8_t* arena, int layer, const AttentionRows& rows,
                         std::uint8_t* scratch) const {
   const State& state = *state_;
-  const Unit& unit = state.units[item / state.shape.layout.num_kv_heads];
+  const auto [unit_index, kv_head] = state.items[item];
+  const Unit& unit = state.units[unit_index];
   const AttentionShape& shape = state.shapes[unit.codec];
-  AttentionItem work{.kv_head = item % state.shape.layout.num_kv_heads,
+  AttentionItem work{.kv_head = kv_head,
+                     .num_kv_heads = std::min(unit.heads, state.shape.layout.num_kv_heads - kv_head),
                      .num_rows = unit.num_rows,
                      .rows = state.rows.data() + unit.first_row,
                      .positions = state.positions.data() + unit.first_row,

@@ -100,6 +100,6 @@ void run(const AttentionShape& shape, const AttentionItem& item, const KvLayer& 
 
 }  // namespace
 
-const AttentionKernels kAttentionSerial = {scratch_bytes, run};
+const AttentionKernels kAttentionSerial = {nullptr, scratch_bytes, run};
 
 }  // namespace kvist

@@ -747,6 +747,6 @@ void run(const AttentionShape& shape, const AttentionItem& item, const KvLayer& 
 
 }  // namespace
 
-const AttentionKernels kAttentionSpanAvx2 = {scratch_bytes, run};
+const AttentionKernels kAttentionSpanAvx2 = {nullptr, scratch_bytes, run};
 
 }  // namespace kvist

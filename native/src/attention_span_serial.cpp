@@ -171,6 +171,6 @@ void run(const AttentionShape& shape, const AttentionItem& item, const KvLayer& 
 
 }  // namespace
 
-const AttentionKernels kAttentionSpanSerial = {scratch_bytes, run};
+const AttentionKernels kAttentionSpanSerial = {nullptr, scratch_bytes, run};
 
 }  // namespace kvist

@@ -7,6 +7,7 @@
 //   raw16    float32: 2 instructions widen 16 values into even and odd ones, which the sums keep apart to the end
 //   int8     vpmaddwd: the row quantised to 15 bits against the codes, D products in D / 16 instructions; the weights
 //            times V's scales in 15 bits, against pairs of keys
+// KV heads of an item take turns chunk by chunk: theirs lie side by side in a block, and blocks are far apart.
 //
 // Memory: every line of K and V once, the next chunk's asked for as this one is worked on. At D = 64 and 3 rows a key
 // takes some 28 (int8) or 39 cycles (raw16) on Zen 3 in the first-level cache, int8 1.4 times as long from memory.
@@ -21,12 +22,13 @@ constexpr int kQueryLimit = 32767;  // 32767 * 127 * 64 < 2^31
 constexpr int kScorePass = 3;       // rows at a time: 2 sums and a vector of the row each
 constexpr int kAddPass = 6;         // 2 sums each
 constexpr int kLine = 64;
+constexpr int kMaxHeadsTogether = 8;
+constexpr int kHeadsBytes = 16384;  // of the rows and sums of heads together: half of the first-level cache
 
 struct Buffers {
   std::int16_t* queries;
   float* float_queries;  // blocks of 16: even values, odd values
   float* sums;           // blocks of 16: raw16's even values, then the odd ones
-  std::int32_t* positions;
 };
 
 Buffers divide(Scratch& scratch, int head_dim) {
@@ -35,7 +37,6 @@ Buffers divide(Scratch& scratch, int head_dim) {
   b.queries = scratch.take<std::int16_t>(kLanes * width);
   b.float_queries = scratch.take<float>(kLanes * width);
   b.sums = scratch.take<float>(kLanes * width);
-  b.positions = scratch.take<std::int32_t>(kLanes);
   return b;
 }
 
@@ -373,11 +374,30 @@ float prepare_query(const float* x, int head_dim, bool is_int8, float to_log2, s
   return largest / static_cast<float>(kQueryLimit) * to_log2;
 }
 
+// One KV head of an item.
+struct Head {
+  AttentionItem item;
+  Buffers buffers;
+  StripState state;
+  alignas(32) float factor[kLanes];
+};
+
 }  // namespace
 
-std::size_t attention_stream_scratch_avx2(const AttentionShape& shape, int) {
+int attention_stream_heads_avx2(const AttentionShape& shape, int num_rows) {
+  const int num_kv_heads = shape.layout.num_kv_heads;
+  const int head_bytes =
+      num_rows * (shape.num_heads / num_kv_heads) * shape.layout.head_dim * static_cast<int>(2 * sizeof(float));
+  const int fitting = kHeadsBytes / head_bytes;
+  const int most = fitting < 1 ? 1 : fitting > kMaxHeadsTogether ? kMaxHeadsTogether : fitting;
+  return ceil_div(num_kv_heads, ceil_div(num_kv_heads, most));
+}
+
+std::size_t attention_stream_scratch_avx2(const AttentionShape& shape) {
   Scratch scratch(nullptr);
-  divide(scratch, shape.layout.head_dim);
+  for (int h = 0; h < attention_stream_heads_avx2(shape, 1); ++h) {
+    divide(scratch, shape.layout.head_dim);
+  }
   return scratch.used();
 }
 
@@ -390,17 +410,27 @@ void attention_stream_avx2(const AttentionShape& shape, const AttentionItem& ite
   const bool is_int8 = layout.codec == KvCodec::kInt8;
   const int num_groups = kv_num_groups(head_dim);
   Scratch scratch(scratch_bytes);
-  const Buffers b = divide(scratch, head_dim);
 
-  StripState state;
-  reset(state);
-  alignas(32) float factor[kLanes] = {};
-  for (int row = 0; row < num_rows; ++row) {
-    factor[row] = prepare_query(query_row(shape, item, rows, row), head_dim, is_int8, shape.scale * kLog2E,
-                                b.queries + row * head_dim, b.float_queries + row * head_dim);
-    b.positions[row] = item.positions[row / group];
+  Head heads[kMaxHeadsTogether];
+  for (int h = 0; h < item.num_kv_heads; ++h) {
+    Head& head = heads[h];
+    head.item = item;
+    head.item.kv_head += h;
+    head.buffers = divide(scratch, head_dim);
+    const Buffers& b = head.buffers;
+    reset(head.state);
+    _mm256_store_ps(head.factor, _mm256_setzero_ps());
+    for (int row = 0; row < num_rows; ++row) {
+      head.factor[row] = prepare_query(query_row(shape, head.item, rows, row), head_dim, is_int8, shape.scale * kLog2E,
+                                       b.queries + row * head_dim, b.float_queries + row * head_dim);
+    }
+    __builtin_memset(b.sums, 0,
+                     sizeof(float) * static_cast<std::size_t>(num_rows) * static_cast<std::size_t>(head_dim));
   }
-  __builtin_memset(b.sums, 0, sizeof(float) * static_cast<std::size_t>(num_rows) * static_cast<std::size_t>(head_dim));
+  std::int32_t row_positions[kLanes];
+  for (int row = 0; row < num_rows; ++row) {
+    row_positions[row] = item.positions[row / group];
+  }
 
   alignas(32) float key_scales[kMaxGroups * kChunk];
   alignas(32) float value_factors[kMaxGroups * kChunk];
@@ -417,24 +447,18 @@ void attention_stream_avx2(const AttentionShape& shape, const AttentionItem& ite
     const int end = (begin / kChunk + 1) * kChunk;
     return end < item.key_end ? end : item.key_end;
   };
-  for (int begin = item.key_begin; begin < item.key_end; begin = chunk_end(begin)) {
-    const int end = chunk_end(begin);
+  // The softmax and the sums of one head over the keys [begin, end), while the keys at `next` are asked for.
+  const auto add_chunk = [&](Head& head, int begin, int end, bool is_masked, const std::uint8_t* next) {
+    const Buffers& b = head.buffers;
     const int count = end - begin;
     const int padded_count = round_up(count, 16);
-    const Seen seen = positions.see_all(shape.window, begin, end)
-                          ? see_all(count, chunk)
-                          : see(b.positions, num_rows, shape.window, begin, count, chunk);
-    if (seen.last <= seen.first) {
-      continue;
-    }
     const std::uint8_t* const together =
-        is_int8 && count == padded_count ? in_one_block(layout, item, layer, begin, end, v_offset) : nullptr;
+        is_int8 && count == padded_count ? in_one_block(layout, head.item, layer, begin, end, v_offset) : nullptr;
     if (together == nullptr) {
-      locate_rows<false>(layout, item, layer, begin, end, here);
+      locate_rows<false>(layout, head.item, layer, begin, end, here);
     }
     const RowsTogether keys_together{together, layout.row_bytes};
     const RowsTogether values_together{together == nullptr ? nullptr : together + v_offset, layout.row_bytes};
-    const std::uint8_t* const next = look_ahead(layout, item, layer, end, chunk_end(end), v_offset);
     const std::uint8_t* const next_v = next == nullptr ? nullptr : next + v_offset;
     ask_lines(next, 0, score_asks.before);
     // The first pass covers the chunk.
@@ -467,21 +491,21 @@ void attention_stream_avx2(const AttentionShape& shape, const AttentionItem& ite
     }
     ask_lines(next, score_asks.before + score_asks.in_loop, score_asks.after);
     ask_lines(next_v, 0, add_asks.before + add_asks.after);
-    const float* chunk_factor = factor;
+    const float* chunk_factor = head.factor;
     alignas(32) float ones[kLanes];
     if (shape.softcap > 0.0F) {
-      apply_softcap(chunk, num_rows, padded_count / 8, factor, shape.softcap);
+      apply_softcap(chunk, num_rows, padded_count / 8, head.factor, shape.softcap);
       _mm256_store_ps(ones, _mm256_set1_ps(1.0F));
       chunk_factor = ones;
     }
-    const bool masked = seen.masked || count != padded_count;
+    const bool masked = is_masked || count != padded_count;
     const int vectors = padded_count / 8;
     if (is_int8) {
       if (masked) {
-        softmax_chunk<Weights::kFixed15, true>(state, chunk, num_rows, vectors, chunk_factor, value_factors,
+        softmax_chunk<Weights::kFixed15, true>(head.state, chunk, num_rows, vectors, chunk_factor, value_factors,
                                                num_groups);
       } else {
-        softmax_chunk<Weights::kFixed15, false>(state, chunk, num_rows, vectors, chunk_factor, value_factors,
+        softmax_chunk<Weights::kFixed15, false>(head.state, chunk, num_rows, vectors, chunk_factor, value_factors,
                                                 num_groups);
       }
       for_passes<kAddPass>(num_rows, [&](auto pass, int first) {
@@ -496,17 +520,35 @@ void attention_stream_avx2(const AttentionShape& shape, const AttentionItem& ite
       });
     } else {
       if (masked) {
-        softmax_chunk<Weights::kFloat, true>(state, chunk, num_rows, vectors, chunk_factor, nullptr, 1);
+        softmax_chunk<Weights::kFloat, true>(head.state, chunk, num_rows, vectors, chunk_factor, nullptr, 1);
       } else {
-        softmax_chunk<Weights::kFloat, false>(state, chunk, num_rows, vectors, chunk_factor, nullptr, 1);
+        softmax_chunk<Weights::kFloat, false>(head.state, chunk, num_rows, vectors, chunk_factor, nullptr, 1);
       }
       for_passes<kAddPass>(num_rows, [&](auto pass, int first) {
         add_raw16<pass()>(b.sums + first * head_dim, here.v, count, head_dim, chunk, first, add_ahead(first));
       });
     }
+  };
+  for (int begin = item.key_begin; begin < item.key_end; begin = chunk_end(begin)) {
+    const int end = chunk_end(begin);
+    const Seen seen = positions.see_all(shape.window, begin, end)
+                          ? see_all(end - begin, chunk)
+                          : see(row_positions, num_rows, shape.window, begin, end - begin, chunk);
+    if (seen.last <= seen.first) {
+      continue;
+    }
+    for (int h = 0; h < item.num_kv_heads; ++h) {
+      const std::uint8_t* const next = h + 1 < item.num_kv_heads
+                                           ? look_ahead(layout, heads[h + 1].item, layer, begin, end, v_offset)
+                                           : look_ahead(layout, heads[0].item, layer, end, chunk_end(end), v_offset);
+      add_chunk(heads[h], begin, end, seen.masked, next);
+    }
   }
-  for (int row = 0; row < num_rows; ++row) {
-    write_row(shape, item, rows, row, b.sums + row * head_dim, state.maxima[row], state.weights[row]);
+  for (int h = 0; h < item.num_kv_heads; ++h) {
+    for (int row = 0; row < num_rows; ++row) {
+      write_row(shape, heads[h].item, rows, row, heads[h].buffers.sums + row * head_dim, heads[h].state.maxima[row],
+                heads[h].state.weights[row]);
+    }
   }
 }
 
