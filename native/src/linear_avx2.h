@@ -24,6 +24,10 @@ inline constexpr int kRowBlock = 96;   // rows that share one read of the weight
 inline constexpr int kItemPanels = 8;  // of one item with more rows than a tile: their sums must stay cached
 inline constexpr int kCutBytes = 32768;
 inline constexpr int kExpandedBytes = 16384;  // int4 with many rows: a cut of a panel, expanded, in scratch
+// Panels that few rows read side by side: as many as their sums leave registers for.
+constexpr int kMaxStreams = 4;
+constexpr int kMaxStreamedRows = 3;
+constexpr int streams_of(int rows) { return rows == 1 ? kMaxStreams : kTileRows / rows; }
 // How far ahead a single tile fetches the weights it streams.
 inline constexpr int kAheadBytes = 2048;
 
@@ -103,7 +107,9 @@ static inline ItemPlan plan_items(const LinearShape& shape, std::size_t panel_by
   // Per nanosecond and core, about: bytes of weights from memory, and operations.
   constexpr double kBytesPerNs = 14.0;
   const double ops_per_ns = shape.kind == WeightKind::kInt8 ? 130.0 : shape.kind == WeightKind::kInt4 ? 180.0 : 80.0;
-  constexpr double kItemNs = 15e3;
+  // Long streams are worth more than the last bit of balance.
+  const bool streams = rows <= kMaxStreamedRows;
+  const double item_ns = streams ? 40e3 : 15e3;
   ItemPlan plan;
   plan.row_blocks = ceil_div(rows, kRowBlock);
   plan.rows_per_block = round_up(ceil_div(rows, plan.row_blocks), kTileRows);
@@ -112,8 +118,10 @@ static inline ItemPlan plan_items(const LinearShape& shape, std::size_t panel_by
   const double compute_ns =
       2.0 * kPanel * shape.num_inputs * (rows < plan.rows_per_block ? rows : plan.rows_per_block) / ops_per_ns;
   const int panels = num_panels(shape);
-  const double wanted = kItemNs / (read_ns > compute_ns ? read_ns : compute_ns);
-  const int balanced = static_cast<int>(static_cast<std::int64_t>(panels) * plan.row_blocks / (4 * num_threads));
+  const double wanted = item_ns / (read_ns > compute_ns ? read_ns : compute_ns);
+  const std::int64_t all = static_cast<std::int64_t>(panels) * plan.row_blocks;
+  const int most_items = (streams ? 2 : 4) * num_threads;
+  const int balanced = static_cast<int>(streams ? ceil_div<std::int64_t>(all, most_items) : all / most_items);
   int count = wanted > panels ? panels : static_cast<int>(wanted);
   if (num_threads > 1 && count > balanced) {
     count = balanced;
@@ -262,18 +270,51 @@ struct Ahead {
   }
 };
 
+// Multiplies up to kMaxStreamedRows rows with a run of panels. Memory is the bound, and what fetches ahead from it stops
+// at the end of each page: the run is cut into as many parts as there are streams, one panel of each at a time.
+template <typename Kernel, typename Sum>
+static KVIST_INLINE void stream_panels(const Kernel& kernel, const std::uint8_t* packed, std::size_t panel_bytes,
+                                       Range panels, Range rows, Sum* sums) {
+  const int count = rows.last - rows.first;
+  const int num_panels = panels.last - panels.first;
+  const int num_streams = num_panels < streams_of(count) ? num_panels : streams_of(count);
+  const int num_rounds = ceil_div(num_panels, num_streams);
+  // Streams from `longer` on are a panel shorter.
+  const int longer = num_panels - (num_rounds - 1) * num_streams;
+  for (int round = 0; round < num_rounds; ++round) {
+    const int here = round + 1 < num_rounds ? num_streams : longer;
+    int indices[kMaxStreams];
+    const std::uint8_t* data[kMaxStreams];
+    for (int i = 0; i < here; ++i) {
+      const int first = i * num_rounds - (i > longer ? i - longer : 0);
+      indices[i] = panels.first + first + round;
+      data[i] = packed + static_cast<std::size_t>(indices[i]) * panel_bytes;
+    }
+    kernel.stream(count, here, rows.first, data, sums);
+    for (int i = 0; i < here; ++i) {
+      kernel.finish(indices[i], data[i], rows, sums + static_cast<std::ptrdiff_t>(i) * count * kPanel);
+    }
+  }
+}
+
 // Multiplies a block of rows with a run of panels. A panel is a header and then units, which are what a tile goes
 // through one by one: some inputs of all 16 outputs. The kernel of a weight kind has
 //
 //   kHeaderBytes, kUnitBytes
 //   tile(height, row, first_unit, units, packed, ahead, resume, sums): adds the products of units of `height` rows from
 //       `row` to sums[height][16] or, if not `resume`, sets them
+//   stream(height, num_panels, row, panels, sums): sets sums[num_panels][height][16] to the products of whole panels, for
+//       heights up to kMaxStreamedRows and up to streams_of(height) panels
 //   finish(panel, data, rows, sums): the epilogue of some rows of one panel
 template <typename Kernel, typename Sum>
 static KVIST_INLINE void run_panels(const Kernel& kernel, const std::uint8_t* packed, std::size_t panel_bytes,
                                     int units, Range panels, Range rows, Sum* scratch) {
   using AheadUnit = Ahead<Kernel::kUnitBytes>;
   const int count = rows.last - rows.first;
+  if (count <= kMaxStreamedRows) {
+    stream_panels(kernel, packed, panel_bytes, panels, rows, scratch);
+    return;
+  }
   const int tiles = ceil_div(count, kTileRows);
   const int num_cuts = tiles == 1 ? 1 : ceil_div(units * Kernel::kUnitBytes, kCutBytes);
   const int cut_units = ceil_div(units, num_cuts);

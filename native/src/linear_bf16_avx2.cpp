@@ -100,6 +100,51 @@ template <int R>
 using Tile = void (*)(const float*, std::ptrdiff_t, const std::uint8_t*, int, Ahead<kUnitBytes>, bool, float*);
 constexpr Tile kTiles[kTileRows + 1] = {nullptr, tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>};
 
+// Sets sums[P][R][16] to the products of R rows with P whole panels.
+template <int R, int P>
+[[gnu::noinline]] void stream(const float* rows, std::ptrdiff_t stride, const std::uint8_t* const* panels, int units,
+                              float* sums) {
+  __m256 low[P][R];
+  __m256 high[P][R];
+  const std::uint8_t* packed[P];
+  unroll<P>([&](auto p) KVIST_LAMBDA {
+    packed[p] = panels[p];
+    unroll<R>([&](auto i) KVIST_LAMBDA { low[p][i] = high[p][i] = _mm256_setzero_ps(); });
+  });
+  RowPointers<float> x(rows, stride);
+  const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000U));
+  for (int unit = 0; unit < units; ++unit) {
+    unroll<kUnit>([&](auto k) KVIST_LAMBDA {
+      unroll<P>([&](auto p) KVIST_LAMBDA {
+        const __m256i both = _mm256_load_si256(reinterpret_cast<const __m256i*>(packed[p]) + k);
+        const __m256 w0 = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+        const __m256 w1 = _mm256_castsi256_ps(_mm256_and_si256(both, upper));
+        unroll<R>([&](auto i) KVIST_LAMBDA {
+          const __m256 value = _mm256_castsi256_ps(broadcast_bytes4(x.row(i) + k));
+          fma_in_place(low[p][i], value, w0);
+          fma_in_place(high[p][i], value, w1);
+        });
+      });
+    });
+    x.advance(kUnit);
+    unroll<P>([&](auto p) KVIST_LAMBDA { packed[p] += kUnitBytes; });
+  }
+  unroll<P>([&](auto p) KVIST_LAMBDA {
+    unroll<R>([&](auto i) KVIST_LAMBDA {
+      _mm256_store_ps(sums + kPanel * (p * R + i), low[p][i]);
+      _mm256_store_ps(sums + kPanel * (p * R + i) + 8, high[p][i]);
+    });
+  });
+}
+
+using Stream = void (*)(const float*, std::ptrdiff_t, const std::uint8_t* const*, int, float*);
+constexpr Stream kStreams[kMaxStreamedRows + 1][kMaxStreams + 1] = {
+    {},
+    {nullptr, stream<1, 1>, stream<1, 2>, stream<1, 3>, stream<1, 4>},
+    {nullptr, stream<2, 1>, stream<2, 2>, stream<2, 3>},
+    {nullptr, stream<3, 1>, stream<3, 2>},
+};
+
 struct Kernel {
   static constexpr std::size_t kHeaderBytes = 0;
   static constexpr int kUnitBytes = kUnit * kInputBytes;
@@ -111,6 +156,10 @@ struct Kernel {
   void tile(int height, int row, int first_unit, int units, const std::uint8_t* packed, Ahead<kUnitBytes> ahead,
             bool resume, float* sums) const {
     kTiles[height](x + row * stride + first_unit * kUnit, stride, packed, units, ahead, resume, sums);
+  }
+
+  void stream(int height, int num_panels, int row, const std::uint8_t* const* panels, float* sums) const {
+    kStreams[height][num_panels](x + row * stride, stride, panels, padded_inputs(linear.shape) / kUnit, sums);
   }
 
   void finish(int panel, const std::uint8_t*, Range rows, const float* sums) const {

@@ -259,6 +259,73 @@ constexpr Tile<kGroup> kTiles[kTileRows + 1] = {nullptr,
                                                 tile<5, kGroup, W>,
                                                 tile<6, kGroup, W>};
 
+// Sets sums[P][R][16] to the products of R rows with P whole panels: as `tile`, in the same order of additions.
+template <int R, int P, int kGroup>
+[[gnu::noinline]] void stream(const TileRows& rows, const std::uint8_t* const* panels, int groups, float* sums) {
+  using Weights = Packed<kGroup>;
+  RowPointers<std::uint8_t> x(rows.units, rows.stride);
+  const std::uint8_t* weights[P];
+  unroll<P>([&](auto p) KVIST_LAMBDA { weights[p] = panels[p]; });
+  for (int i = 0; i < 2 * P * R; ++i) {
+    _mm256_store_ps(sums + 8 * i, _mm256_setzero_ps());
+  }
+  for (int g = 0; g < groups; ++g) {
+    unroll<kGroup / kSpan>([&](auto span) KVIST_LAMBDA {
+      __m256i low[P][R];
+      __m256i high[P][R];
+      unroll<kSpan / kQuad>([&](auto step) KVIST_LAMBDA {
+        constexpr int kFirst = span * (kSpan / kQuad);
+        unroll<P>([&](auto p) KVIST_LAMBDA {
+          __m256i w0;
+          __m256i w1;
+          Weights::codes(weights[p], kFirst + step, w0, w1);
+          unroll<R>([&](auto i) KVIST_LAMBDA {
+            const __m256i codes = broadcast_row<i, kQuad*(kFirst + step)>(x);
+            if constexpr (step == 0) {
+              low[p][i] = _mm256_maddubs_epi16(w0, codes);
+              high[p][i] = _mm256_maddubs_epi16(w1, codes);
+            } else {
+              add_in_place16(low[p][i], _mm256_maddubs_epi16(w0, codes));
+              add_in_place16(high[p][i], _mm256_maddubs_epi16(w1, codes));
+            }
+          });
+        });
+      });
+      const __m256i ones = _mm256_set1_epi16(1);
+      unroll<P>([&](auto p) KVIST_LAMBDA {
+        unroll<R>([&](auto i) KVIST_LAMBDA {
+          float* const to = sums + kPanel * (p * R + i);
+          const __m256 scale = _mm256_castsi256_ps(broadcast_row<i, kGroup>(x));
+          const __m256 first = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_madd_epi16(low[p][i], ones)), scale);
+          const __m256 second = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_madd_epi16(high[p][i], ones)), scale);
+          __m256 sum0 = _mm256_fmadd_ps(first, Weights::meta(weights[p], 0), _mm256_load_ps(to));
+          __m256 sum1 = _mm256_fmadd_ps(second, Weights::meta(weights[p], 1), _mm256_load_ps(to + 8));
+          if constexpr (span == kGroup / kSpan - 1) {
+            const __m256 all = _mm256_castsi256_ps(broadcast_row<i, kGroup + 4>(x));
+            sum0 = _mm256_fmadd_ps(all, Weights::meta(weights[p], 2), sum0);
+            sum1 = _mm256_fmadd_ps(all, Weights::meta(weights[p], 3), sum1);
+          }
+          _mm256_store_ps(to, sum0);
+          _mm256_store_ps(to + 8, sum1);
+        });
+      });
+    });
+    x.advance(row_unit_bytes(kGroup));
+    unroll<P>([&](auto p) KVIST_LAMBDA { weights[p] += Weights::kBytes; });
+    pin(sums);
+  }
+}
+
+using Stream = void (*)(const TileRows&, const std::uint8_t* const*, int, float*);
+
+template <int kGroup>
+constexpr Stream kStreams[kMaxStreamedRows + 1][kMaxStreams + 1] = {
+    {},
+    {nullptr, stream<1, 1, kGroup>, stream<1, 2, kGroup>, stream<1, 3, kGroup>, stream<1, 4, kGroup>},
+    {nullptr, stream<2, 1, kGroup>, stream<2, 2, kGroup>, stream<2, 3, kGroup>},
+    {nullptr, stream<3, 1, kGroup>, stream<3, 2, kGroup>},
+};
+
 template <int kGroup>
 struct Kernel {
   static constexpr std::size_t kHeaderBytes = 0;
@@ -274,6 +341,10 @@ struct Kernel {
   void tile(int height, int row, int first_group, int groups, const std::uint8_t* packed, Ahead<kUnitBytes> ahead,
             bool resume, float* sums) const {
     kTiles<kGroup, Packed<kGroup>>[height](rows_at(row, first_group), packed, groups, ahead, resume, sums);
+  }
+
+  void stream(int height, int num_panels, int row, const std::uint8_t* const* panels, float* sums) const {
+    kStreams<kGroup>[height][num_panels](rows_at(row, 0), panels, num_groups(linear.shape), sums);
   }
 
   void finish(int panel, const std::uint8_t*, Range range, const float* sums) const {

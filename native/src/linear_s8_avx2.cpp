@@ -123,6 +123,51 @@ using Tile = void (*)(const std::int16_t*, std::ptrdiff_t, const std::uint8_t*, 
                       std::int32_t*);
 constexpr Tile kTiles[kTileRows + 1] = {nullptr, tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>};
 
+// Sets sums[P][R][16] to the products of R rows with P whole panels.
+template <int R, int P>
+[[gnu::noinline]] void stream(const std::int16_t* codes, std::ptrdiff_t stride, const std::uint8_t* const* panels,
+                              int units, std::int32_t* sums) {
+  __m256i low[P][R];
+  __m256i high[P][R];
+  const std::uint8_t* packed[P];
+  unroll<P>([&](auto p) KVIST_LAMBDA {
+    packed[p] = panels[p] + kScalesBytes;
+    unroll<R>([&](auto i) KVIST_LAMBDA { low[p][i] = high[p][i] = _mm256_setzero_si256(); });
+  });
+  RowPointers<std::int16_t> x(codes, stride);
+  for (int unit = 0; unit < units; ++unit) {
+    unroll<kUnit / 2>([&](auto pair) KVIST_LAMBDA {
+      unroll<P>([&](auto p) KVIST_LAMBDA {
+        const auto* narrow = reinterpret_cast<const __m128i*>(packed[p]) + 2 * pair;
+        const __m256i w0 = _mm256_cvtepi8_epi16(_mm_load_si128(narrow));
+        const __m256i w1 = _mm256_cvtepi8_epi16(_mm_load_si128(narrow + 1));
+        unroll<R>([&](auto i) KVIST_LAMBDA {
+          const __m256i both = broadcast_bytes4(x.row(i) + 2 * pair);
+          add_in_place32(low[p][i], _mm256_madd_epi16(both, w0));
+          add_in_place32(high[p][i], _mm256_madd_epi16(both, w1));
+        });
+      });
+    });
+    x.advance(kUnit);
+    unroll<P>([&](auto p) KVIST_LAMBDA { packed[p] += kUnitBytes; });
+  }
+  auto* out = reinterpret_cast<__m256i*>(sums);
+  unroll<P>([&](auto p) KVIST_LAMBDA {
+    unroll<R>([&](auto i) KVIST_LAMBDA {
+      _mm256_store_si256(out + 2 * (p * R + i), low[p][i]);
+      _mm256_store_si256(out + 2 * (p * R + i) + 1, high[p][i]);
+    });
+  });
+}
+
+using Stream = void (*)(const std::int16_t*, std::ptrdiff_t, const std::uint8_t* const*, int, std::int32_t*);
+constexpr Stream kStreams[kMaxStreamedRows + 1][kMaxStreams + 1] = {
+    {},
+    {nullptr, stream<1, 1>, stream<1, 2>, stream<1, 3>, stream<1, 4>},
+    {nullptr, stream<2, 1>, stream<2, 2>, stream<2, 3>},
+    {nullptr, stream<3, 1>, stream<3, 2>},
+};
+
 struct Kernel {
   static constexpr std::size_t kHeaderBytes = kScalesBytes;
   static constexpr int kUnitBytes = kUnit * kPanel;
@@ -135,6 +180,10 @@ struct Kernel {
   void tile(int height, int row, int first_unit, int units, const std::uint8_t* packed, Ahead<kUnitBytes> ahead,
             bool resume, std::int32_t* sums) const {
     kTiles[height](codes + row * stride + first_unit * kUnit, stride, packed, units, ahead, resume, sums);
+  }
+
+  void stream(int height, int num_panels, int row, const std::uint8_t* const* panels, std::int32_t* sums) const {
+    kStreams[height][num_panels](codes + row * stride, stride, panels, padded_inputs(linear.shape) / kUnit, sums);
   }
 
   void finish(int panel, const std::uint8_t* data, Range rows, const std::int32_t* sums) const {
