@@ -94,7 +94,10 @@ void run(const PackedLinear& linear, const std::uint8_t* activations, int rows, 
   const int panels = num_panels(linear.shape);
   const Range panel_range{panel, panel + plan.panels_per_item < panels ? panel + plan.panels_per_item : panels};
   const Range row_range{row, row + plan.rows_per_block < rows ? row + plan.rows_per_block : rows};
-  kernels.run(linear, activations, rows, panel_range, row_range, epilogue, scratch);
+  // Threads mostly claim items in turn. After the last item there is nothing to fetch that is not there.
+  const int next_item = item + num_threads < plan.panel_items * plan.row_blocks ? item + num_threads : item;
+  const int next_panel = next_item % plan.panel_items * plan.panels_per_item;
+  kernels.run(linear, activations, rows, panel_range, next_panel, row_range, epilogue, scratch);
 }
 
 }  // namespace

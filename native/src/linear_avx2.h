@@ -42,8 +42,9 @@ struct KindKernels {
   void (*pack_panel)(const LinearShape& shape, const float* const (&rows)[kPanel], std::uint8_t* panel);
   void (*unpack_panel)(const LinearShape& shape, const std::uint8_t* panel, float* const (&rows)[kPanel]);
   void (*quantise_row)(const LinearShape& shape, const float* x, int row, int rows, std::uint8_t* activations);
-  void (*run)(const PackedLinear& linear, const std::uint8_t* activations, int rows, Range panel_range, Range row_range,
-              const Epilogue& epilogue, std::uint8_t* scratch);
+  // next_panel: the one that this thread is likely to need afterwards; fetched ahead where several tiles share panels.
+  void (*run)(const PackedLinear& linear, const std::uint8_t* activations, int rows, Range panel_range, int next_panel,
+              Range row_range, const Epilogue& epilogue, std::uint8_t* scratch);
 };
 
 extern const KindKernels kInt8Kernels;
@@ -308,7 +309,7 @@ static KVIST_INLINE void stream_panels(const Kernel& kernel, const std::uint8_t*
 //   finish(panel, data, rows, sums): the epilogue of some rows of one panel
 template <typename Kernel, typename Sum>
 static KVIST_INLINE void run_panels(const Kernel& kernel, const std::uint8_t* packed, std::size_t panel_bytes,
-                                    int units, Range panels, Range rows, Sum* scratch) {
+                                    int units, Range panels, int next_panel, Range rows, Sum* scratch) {
   using AheadUnit = Ahead<Kernel::kUnitBytes>;
   const int count = rows.last - rows.first;
   if (count <= kMaxStreamedRows) {
@@ -326,11 +327,15 @@ static KVIST_INLINE void run_panels(const Kernel& kernel, const std::uint8_t* pa
       const std::uint8_t* units_data =
           data + Kernel::kHeaderBytes + static_cast<std::ptrdiff_t>(first_unit) * Kernel::kUnitBytes;
       Sum* sums = scratch + (num_cuts == 1 ? 0 : static_cast<std::ptrdiff_t>(panel - panels.first) * count * kPanel);
-      // One tile streams; of several, each fetches its share of the next panel's cut.
+      // One tile streams; of several, each fetches its share of the cut that comes next.
       AheadUnit ahead{units_data + kAheadBytes, kAlignment};
       if (tiles > 1) {
-        ahead.next = units_data + panel_bytes;
-        ahead.step = panel + 1 < panels.last ? ceil_div(Kernel::kUnitBytes, tiles * AheadUnit::kLines) : 0;
+        const bool is_last = panel + 1 == panels.last;
+        const int next = !is_last ? panel + 1 : first_unit + cut == units ? next_panel : panels.first;
+        const int next_unit = !is_last ? first_unit : (first_unit + cut) % units;
+        ahead.next = packed + static_cast<std::size_t>(next) * panel_bytes + Kernel::kHeaderBytes +
+                     static_cast<std::ptrdiff_t>(next_unit) * Kernel::kUnitBytes;
+        ahead.step = ceil_div(Kernel::kUnitBytes, tiles * AheadUnit::kLines);
       }
       for (int t = 0; t < tiles; ++t) {
         const int row = t * kTileRows;

@@ -372,7 +372,7 @@ void fetch_results(const Kernel<kGroup>& kernel, int panel, Range rows) {
 
 // As run_panels, with each cut of a panel expanded once for all tiles.
 template <int kGroup>
-void run_expanded(const Kernel<kGroup>& kernel, Range panels, Range rows, std::uint8_t* scratch) {
+void run_expanded(const Kernel<kGroup>& kernel, Range panels, int next_panel, Range rows, std::uint8_t* scratch) {
   using AheadUnit = Ahead<unit_bytes(kGroup)>;
   const int groups = num_groups(kernel.linear.shape);
   const std::size_t bytes = panel_bytes(kernel.linear.shape);
@@ -386,9 +386,11 @@ void run_expanded(const Kernel<kGroup>& kernel, Range panels, Range rows, std::u
       const int cut = groups - first < cut_groups ? groups - first : cut_groups;
       const std::uint8_t* cut_data = data + static_cast<std::ptrdiff_t>(first) * unit_bytes(kGroup);
       expand<kGroup>(cut_data, cut, scratch);
-      // Each tile fetches its share of the next panel's cut.
-      AheadUnit ahead{cut_data + bytes, 0};
-      ahead.step = panel + 1 < panels.last ? ceil_div(unit_bytes(kGroup), tiles * AheadUnit::kLines) : 0;
+      // Each tile fetches its share of the same cut of the next panel.
+      const int next = panel + 1 < panels.last ? panel + 1 : next_panel;
+      const std::uint8_t* next_cut =
+          cut_data + static_cast<std::ptrdiff_t>(next - panel) * static_cast<std::ptrdiff_t>(bytes);
+      AheadUnit ahead{next_cut, ceil_div(unit_bytes(kGroup), tiles * AheadUnit::kLines)};
       for (int t = 0; t < tiles; ++t) {
         const int row = rows.first + t * kTileRows;
         const int height = rows.last - row < kTileRows ? rows.last - row : kTileRows;
@@ -408,23 +410,23 @@ void run_expanded(const Kernel<kGroup>& kernel, Range panels, Range rows, std::u
 }
 
 template <int kGroup>
-void run_group(const PackedLinear& linear, const std::uint8_t* activations, int rows, Range panel_range,
+void run_group(const PackedLinear& linear, const std::uint8_t* activations, int rows, Range panel_range, int next_panel,
                Range row_range, const Epilogue& epilogue, std::uint8_t* scratch) {
   const ActivationLayout layout = activation_layout(linear.shape, rows);
   const TileRows tile_rows{activations + layout.codes, static_cast<std::ptrdiff_t>(layout.stride)};
   const Kernel<kGroup> kernel{linear, epilogue, tile_rows};
   if (row_range.last - row_range.first > (kMinExpandTiles - 1) * kTileRows) {
-    run_expanded(kernel, panel_range, row_range, scratch);
+    run_expanded(kernel, panel_range, next_panel, row_range, scratch);
   } else {
-    run_panels(kernel, linear.data, panel_bytes(linear.shape), num_groups(linear.shape), panel_range, row_range,
-               reinterpret_cast<float*>(scratch));
+    run_panels(kernel, linear.data, panel_bytes(linear.shape), num_groups(linear.shape), panel_range, next_panel,
+               row_range, reinterpret_cast<float*>(scratch));
   }
 }
 
-void run(const PackedLinear& linear, const std::uint8_t* activations, int rows, Range panel_range, Range row_range,
-         const Epilogue& epilogue, std::uint8_t* scratch) {
+void run(const PackedLinear& linear, const std::uint8_t* activations, int rows, Range panel_range, int next_panel,
+         Range row_range, const Epilogue& epilogue, std::uint8_t* scratch) {
   const auto run_kernel = linear.shape.group == 32 ? run_group<32> : run_group<64>;
-  run_kernel(linear, activations, rows, panel_range, row_range, epilogue, scratch);
+  run_kernel(linear, activations, rows, panel_range, next_panel, row_range, epilogue, scratch);
 }
 
 }  // namespace

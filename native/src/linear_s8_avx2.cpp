@@ -199,14 +199,14 @@ struct Kernel {
   }
 };
 
-void run(const PackedLinear& linear, const std::uint8_t* activations, int rows, Range panel_range, Range row_range,
-         const Epilogue& epilogue, std::uint8_t* scratch) {
+void run(const PackedLinear& linear, const std::uint8_t* activations, int rows, Range panel_range, int next_panel,
+         Range row_range, const Epilogue& epilogue, std::uint8_t* scratch) {
   const ActivationLayout layout = activation_layout(linear.shape, rows);
   const Kernel kernel{linear, epilogue, reinterpret_cast<const float*>(activations),
                       reinterpret_cast<const std::int16_t*>(activations + layout.codes),
                       static_cast<std::ptrdiff_t>(layout.stride / sizeof(std::int16_t))};
   run_panels(kernel, linear.data, panel_bytes(linear.shape), padded_inputs(linear.shape) / kUnit, panel_range,
-             row_range, reinterpret_cast<std::int32_t*>(scratch));
+             next_panel, row_range, reinterpret_cast<std::int32_t*>(scratch));
 }
 
 }  // namespace
