@@ -251,15 +251,18 @@ inline void reset(StripState& state) {
   _mm256_store_ps(state.weights, _mm256_setzero_ps());
 }
 
-// One strip against one chunk.
-struct StripChunk {
-  alignas(32) float scores[kLanes][kChunk];  // before the factor
-  alignas(32) std::int16_t weights[kMaxGroups][kLanes][kChunk];
+// One strip against one chunk of up to kKeys keys.
+template <int kKeys>
+struct StripChunkOf {
+  alignas(32) float scores[kLanes][kKeys];  // before the factor
+  alignas(32) std::int16_t weights[kMaxGroups][kLanes][kKeys];
   alignas(32) float old_factor[kLanes];  // multiplies the sums so far
   alignas(32) float new_factor[kLanes];  // multiplies the sums of this chunk
   std::int32_t first_key[kLanes];        // places that a row sees: [first_key, last_key)
   std::int32_t last_key[kLanes];
 };
+
+using StripChunk = StripChunkOf<kChunk>;
 
 // How weights leave the softmax.
 enum class Weights {
@@ -269,7 +272,9 @@ enum class Weights {
 };
 
 // Scores become softcap * tanh(score / softcap), in units of log2(e): the factor is then 1.
-inline void apply_softcap(StripChunk& chunk, int num_rows, int num_vectors, const float* factor, float softcap) {
+template <int kKeys>
+inline void apply_softcap(StripChunkOf<kKeys>& chunk, int num_rows, int num_vectors, const float* factor,
+                          float softcap) {
   const __m256 limit = _mm256_set1_ps(126.0F);
   const __m256 cap = _mm256_set1_ps(softcap * kLog2E);
   for (int r = 0; r < num_rows; ++r) {
@@ -397,7 +402,9 @@ struct Seen {
   bool masked;
 };
 
-inline Seen see(const std::int32_t* positions, int num_rows, int window, int begin, int count, StripChunk& chunk) {
+template <int kKeys>
+inline Seen see(const std::int32_t* positions, int num_rows, int window, int begin, int count,
+                StripChunkOf<kKeys>& chunk) {
   Seen result{count, 0, false};
   for (int r = 0; r < num_rows; ++r) {
     const int end = positions[r] + 1 - begin;

@@ -33,8 +33,12 @@ constexpr int kSteps = 1;
 #else
 constexpr int kSteps = 4;
 #endif
+constexpr int kTileKeys = 128;  // at most
+constexpr int kLine = 64;
 // Of a score in natural units, one standard deviation: it moves a weight by this fraction.
 constexpr float kMaxScoreError = 4e-3F;
+
+using TileChunk = StripChunkOf<kTileKeys>;
 
 struct Strip {
   StripState state;
@@ -49,9 +53,9 @@ struct Buffers {
   std::int32_t* positions;  // of each stacked row
   std::int16_t* keys;       // the tile; float32 [key / 16][d][16] where needed
   std::int16_t* values;
-  float* key_scales;     // (groups, 64)
-  float* value_scales;   // (padded), in the order of sums
-  float* value_factors;  // (groups, 64)
+  float* key_scales;     // (groups, kTileKeys)
+  float* value_scales;   // raw16: (padded), in the order of sums; int8: of each group
+  float* value_factors;  // (groups, kTileKeys)
   std::uint8_t* padded_rows;
 };
 
@@ -64,11 +68,11 @@ Buffers divide(Scratch& scratch, int num_rows, int padded) {
   b.sums = scratch.take<float>(rows * width);
   b.strips = scratch.take<Strip>(ceil_div(rows, std::size_t{kStripRows}));
   b.positions = scratch.take<std::int32_t>(rows);
-  b.keys = scratch.take<std::int16_t>(2 * kChunk * width);
-  b.values = scratch.take<std::int16_t>(kChunk * width);
-  b.key_scales = scratch.take<float>(kMaxGroups * kChunk);
+  b.keys = scratch.take<std::int16_t>(2 * kTileKeys * width);
+  b.values = scratch.take<std::int16_t>(kTileKeys * width);
+  b.key_scales = scratch.take<float>(kMaxGroups * kTileKeys);
   b.value_scales = scratch.take<float>(kMaxHeadDim);
-  b.value_factors = scratch.take<float>(kMaxGroups * kChunk);
+  b.value_factors = scratch.take<float>(kMaxGroups * kTileKeys);
   b.padded_rows = scratch.take<std::uint8_t>(kChunk * 2 * width);
   return b;
 }
@@ -127,7 +131,7 @@ float scale_keys(const std::uint8_t* const* rows, int count, int padded, float* 
       const float maximum = largest_bf16(most);
       largest = maximum > largest ? maximum : largest;
       largest = maximum == maximum ? largest : __builtin_inff();
-      scales[group * kChunk + key] = maximum / static_cast<float>(kKeyLimit);
+      scales[group * kTileKeys + key] = maximum / static_cast<float>(kKeyLimit);
     }
   }
   return largest;
@@ -138,7 +142,7 @@ void pack_keys_raw16(const std::uint8_t* const* rows, int count, int padded, con
   for (int first = 0; first < count; first += 8) {
     std::int16_t* const block = keys + (static_cast<std::ptrdiff_t>(first / 16) * pairs * 16 + first % 16) * 2;
     for (int d = 0; d < padded; d += 16) {
-      const float* const group_scales = scales + d / kKvGroup * kChunk + first;
+      const float* const group_scales = scales + d / kKvGroup * kTileKeys + first;
       __m256i x[8];
 #pragma GCC unroll 8
       for (int i = 0; i < 8; ++i) {
@@ -179,6 +183,7 @@ void pack_keys_float(const std::uint8_t* const* rows, int count, int padded, flo
   }
 }
 
+// The pairs of 16 keys: keys i and i + 8, as weights are stored.
 void pack_values_raw16(const std::uint8_t* const* rows, int count, int padded, float* scales, std::int16_t* values) {
   const __m256i magnitude = _mm256_set1_epi16(0x7fff);
   const __m256 limit = _mm256_set1_ps(static_cast<float>(kValueLimit));
@@ -197,11 +202,12 @@ void pack_values_raw16(const std::uint8_t* const* rows, int count, int padded, f
     even_inverse = _mm256_and_ps(_mm256_div_ps(limit, even_inverse), _mm256_cmp_ps(even_inverse, zero, _CMP_NEQ_OQ));
     odd_inverse = _mm256_and_ps(_mm256_div_ps(limit, odd_inverse), _mm256_cmp_ps(odd_inverse, zero, _CMP_NEQ_OQ));
     std::int16_t* to = values + static_cast<std::ptrdiff_t>(d / 16) * (kChunk / 2) * 32;
-    for (int key = 0; key < count; key += 2, to += 32) {
+    for (int pair = 0; pair < count / 2; ++pair, to += 32) {
+      const int key = pair + (pair & ~7);
       __m256 even[2];
       __m256 odd[2];
       widen(load(rows[key] + 2 * d), even[0], odd[0]);
-      widen(load(rows[key + 1] + 2 * d), even[1], odd[1]);
+      widen(load(rows[key + 8] + 2 * d), even[1], odd[1]);
       store(to, join(_mm256_cvtps_epi32(_mm256_mul_ps(even[0], even_inverse)),
                      _mm256_cvtps_epi32(_mm256_mul_ps(even[1], even_inverse))));
       store(to + 16, join(_mm256_cvtps_epi32(_mm256_mul_ps(odd[0], odd_inverse)),
@@ -233,15 +239,18 @@ void pack_keys_int8(const std::uint8_t* const* rows, int count, int padded, std:
   }
 }
 
-void pack_values_int8(const std::uint8_t* const* rows, int count, int padded, std::int16_t* values) {
-  for (int d = 0; d < padded; d += 16) {
-    std::int16_t* to = values + static_cast<std::ptrdiff_t>(d / 16) * (kChunk / 2) * 32;
-    for (int key = 0; key < count; key += 2, to += 32) {
-      __m256i first;
-      __m256i last;
-      pair_codes(rows[key] + d, rows[key + 1] + d, first, last);
-      store(to, first);
-      store(to + 16, last);
+// `keys` is how many the tile has room for. Of 16 values the sums are in this order: 0 to 3, 8 to 11, 4 to 7, 12 to 15.
+void pack_values_int8(const std::uint8_t* const* rows, int count, int padded, int keys, std::int16_t* values) {
+  for (int first = 0; first < count; first += 16) {
+    for (int d = 0; d < padded; d += 16) {
+      std::int16_t* const to = values + static_cast<std::ptrdiff_t>(d) * keys + first * 16;
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) {
+        const __m256i one = load_codes(rows[first + i] + d);
+        const __m256i two = load_codes(rows[first + i + 8] + d);
+        store(to + i * 32, _mm256_unpacklo_epi16(one, two));
+        store(to + i * 32 + 16, _mm256_unpackhi_epi16(one, two));
+      }
     }
   }
 }
@@ -311,6 +320,7 @@ inline void multiply(const float* rows, std::ptrdiff_t stride, const float* colu
 struct Tile {
   int padded;
   int num_groups;
+  int keys;  // in a chunk
   bool is_int8;
   bool in_float;  // scores from float32 keys
   float softcap;
@@ -318,7 +328,7 @@ struct Tile {
 };
 
 template <int kRows>
-void score_strip(const Tile& tile, int first_row, int num_keys, StripChunk& chunk) {
+void score_strip(const Tile& tile, int first_row, int num_keys, TileChunk& chunk) {
   const Buffers& b = *tile.buffers;
   const std::ptrdiff_t padded = tile.padded;
   for (int key = 0; key < num_keys; key += 16) {
@@ -331,45 +341,139 @@ void score_strip(const Tile& tile, int first_row, int num_keys, StripChunk& chun
     for (int group = 0; group < tile.num_groups; ++group) {
       const int d = group * kKvGroup;
       const int width = tile.padded - d < kKvGroup ? tile.padded - d : kKvGroup;
-      const float* const scales = b.key_scales + group * kChunk + key;
-      const __m256 scale[2] = {_mm256_load_ps(scales), _mm256_load_ps(scales + 8)};
+      const float* const scales = b.key_scales + group * kTileKeys + key;
       const std::int16_t* const rows = b.queries + first_row * padded + d;
       const std::int16_t* const columns = b.keys + key * padded + d * 16;
       if (group == 0) {
         multiply<kRows>(rows, padded, columns, width / 2, [&](int r, int c, __m256i sums) {
-          _mm256_store_ps(&chunk.scores[r][key + 8 * c], _mm256_mul_ps(_mm256_cvtepi32_ps(sums), scale[c]));
+          _mm256_store_ps(&chunk.scores[r][key + 8 * c],
+                          _mm256_mul_ps(_mm256_cvtepi32_ps(sums), _mm256_load_ps(scales + 8 * c)));
         });
       } else {
         multiply<kRows>(rows, padded, columns, width / 2, [&](int r, int c, __m256i sums) {
           float* const score = &chunk.scores[r][key + 8 * c];
-          _mm256_store_ps(score, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums), scale[c], _mm256_load_ps(score)));
+          _mm256_store_ps(
+              score, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums), _mm256_load_ps(scales + 8 * c), _mm256_load_ps(score)));
         });
       }
     }
   }
 }
 
-template <int kRows>
-void add_values(const Tile& tile, int first_row, int num_keys, const StripChunk& chunk) {
+// Turns the scores of a chunk into weights and updates the state, as softmax_chunk does: 18 instructions per 8 scores.
+// The weights of 16 keys are stored in pairs: of keys i and i + 8.
+template <bool kIsInt8, bool kMasked>
+[[gnu::noinline]] void softmax_strip(StripState& state, TileChunk& chunk, int num_rows, int num_vectors,
+                                     const float* factor, const float* value_factors, int num_groups) {
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const auto seen = [&](int r, int i) {
+    const __m256i place = _mm256_add_epi32(lane, _mm256_set1_epi32(8 * i));
+    return _mm256_castsi256_ps(_mm256_andnot_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(chunk.first_key[r]), place),
+                                                   _mm256_cmpgt_epi32(_mm256_set1_epi32(chunk.last_key[r]), place)));
+  };
+  __m256 row_vectors[kLanes];
+  unroll<kLanes>([&](auto r) __attribute__((always_inline)) { row_vectors[r()] = _mm256_set1_ps(kNoScore); });
+  for (int r = 0; r < num_rows; ++r) {
+    __m256 largest[2] = {_mm256_set1_ps(kNoScore), _mm256_set1_ps(kNoScore)};
+    for (int i = 0; i < num_vectors; i += 2) {
+      unroll<2>([&](auto j) __attribute__((always_inline)) {
+        __m256 score = _mm256_load_ps(chunk.scores[r] + 8 * (i + j()));
+        if constexpr (kMasked) {
+          score = _mm256_blendv_ps(_mm256_set1_ps(kNoScore), score, seen(r, i + j()));
+        }
+        largest[j()] = _mm256_max_ps(largest[j()], score);
+      });
+    }
+    row_vectors[r] = _mm256_max_ps(largest[0], largest[1]);
+  }
+  const __m256 chunk_max = _mm256_mul_ps(max_of_each(row_vectors), _mm256_load_ps(factor));
+  const __m256 old_max = _mm256_load_ps(state.maxima);
+  const __m256 new_max = _mm256_max_ps(old_max, chunk_max);
+  alignas(32) float reference[kLanes];
+  _mm256_store_ps(reference, kIsInt8 ? chunk_max : _mm256_sub_ps(chunk_max, _mm256_set1_ps(13.0F)));
+  _mm256_store_ps(state.maxima, new_max);
+  const __m256 old_factor = exp2_ps<5>(_mm256_sub_ps(old_max, new_max));
+  __m256 new_factor = exp2_ps<5>(_mm256_sub_ps(chunk_max, new_max));
+  if constexpr (!kIsInt8) {
+    new_factor = _mm256_mul_ps(new_factor, _mm256_set1_ps(1.0F / static_cast<float>(kWeight13)));
+  }
+  _mm256_store_ps(chunk.old_factor, old_factor);
+  _mm256_store_ps(chunk.new_factor, new_factor);
+  // Adding it leaves an integer below 2^15 in the low 16 bits.
+  const __m256 magic = _mm256_set1_ps(12582912.0F);
+  unroll<kLanes>([&](auto r) __attribute__((always_inline)) { row_vectors[r()] = _mm256_setzero_ps(); });
+  for (int r = 0; r < num_rows; ++r) {
+    const __m256 scale = _mm256_set1_ps(factor[r]);
+    const __m256 subtract = _mm256_set1_ps(reference[r]);
+    const auto weight = [&](int i) __attribute__((always_inline)) {
+      __m256 p = exp2_ps<4>(_mm256_fmsub_ps(_mm256_load_ps(chunk.scores[r] + 8 * i), scale, subtract));
+      if constexpr (kMasked) {
+        p = _mm256_and_ps(p, seen(r, i));
+      }
+      return p;
+    };
+    __m256 sum = _mm256_setzero_ps();
+    for (int i = 0; i < num_vectors; i += 2) {
+      const __m256 low = weight(i);
+      const __m256 high = weight(i + 1);
+      const auto store_pairs = [&](int group, __m256 a, __m256 b) __attribute__((always_inline)) {
+        store(chunk.weights[group][r] + 8 * i, join(_mm256_castps_si256(a), _mm256_castps_si256(b)));
+      };
+      if constexpr (kIsInt8) {
+        sum = _mm256_add_ps(sum, _mm256_add_ps(low, high));
+        const auto store_group = [&](int g) __attribute__((always_inline)) {
+          const float* const factors = value_factors + g * kTileKeys + 8 * i;
+          store_pairs(g, _mm256_fmadd_ps(low, _mm256_load_ps(factors), magic),
+                      _mm256_fmadd_ps(high, _mm256_load_ps(factors + 8), magic));
+        };
+        store_group(0);
+        for (int g = 1; g < num_groups; ++g) {
+          store_group(g);
+        }
+      } else {
+        // The rounded weights are summed, so that those used are those normalised by.
+        const __m256 a = _mm256_add_ps(low, magic);
+        const __m256 b = _mm256_add_ps(high, magic);
+        store_pairs(0, a, b);
+        sum = _mm256_add_ps(sum, _mm256_add_ps(_mm256_sub_ps(a, magic), _mm256_sub_ps(b, magic)));
+      }
+    }
+    row_vectors[r] = sum;
+  }
+  const __m256 sums = sum_of_each(row_vectors);
+  _mm256_store_ps(state.weights,
+                  _mm256_fmadd_ps(_mm256_load_ps(state.weights), old_factor, _mm256_mul_ps(sums, new_factor)));
+}
+
+template <int kRows, bool kIsInt8>
+void add_values(const Tile& tile, int first_row, int num_keys, const TileChunk& chunk) {
   const Buffers& b = *tile.buffers;
   const std::ptrdiff_t padded = tile.padded;
+  alignas(32) float new_factor[kLanes];
   for (int d = 0; d < tile.padded; d += 16) {
-    const __m256 scale[2] = {_mm256_load_ps(b.value_scales + d), _mm256_load_ps(b.value_scales + d + 8)};
+    const int group = kIsInt8 ? d / kKvGroup : 0;
+    if (d % kKvGroup == 0) {
+      const __m256 scale = _mm256_set1_ps(kIsInt8 ? b.value_scales[group] : 1.0F);
+      _mm256_store_ps(new_factor, _mm256_mul_ps(_mm256_load_ps(chunk.new_factor), scale));
+    }
     float* const sums_so_far = b.sums + first_row * padded + d;
-    multiply<kRows>(&chunk.weights[tile.is_int8 ? d / kKvGroup : 0][0][0], kChunk, b.values + d * kChunk, num_keys / 2,
-                    [&](int r, int c, __m256i sums) {
+    const float* const scales = b.value_scales + d;
+    multiply<kRows>(&chunk.weights[group][0][0], kTileKeys, b.values + static_cast<std::ptrdiff_t>(d) * tile.keys,
+                    num_keys / 2, [&](int r, int c, __m256i sums) {
                       float* const sum = sums_so_far + r * padded + 8 * c;
-                      const __m256 added = _mm256_mul_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(sums), scale[c]),
-                                                         _mm256_broadcast_ss(&chunk.new_factor[r]));
-                      _mm256_store_ps(
-                          sum, _mm256_fmadd_ps(_mm256_load_ps(sum), _mm256_broadcast_ss(&chunk.old_factor[r]), added));
+                      __m256 added = _mm256_cvtepi32_ps(sums);
+                      if constexpr (!kIsInt8) {
+                        added = _mm256_mul_ps(added, _mm256_load_ps(scales + 8 * c));
+                      }
+                      const __m256 kept = _mm256_mul_ps(_mm256_broadcast_ss(&chunk.old_factor[r]), _mm256_load_ps(sum));
+                      _mm256_store_ps(sum, _mm256_fmadd_ps(added, _mm256_broadcast_ss(&new_factor[r]), kept));
                     });
   }
 }
 
 template <int kRows>
 void run_strip(const Tile& tile, int first_row, int num_keys, bool masked, const float* factor, StripState& state,
-               StripChunk& chunk) {
+               TileChunk& chunk) {
   const Buffers& b = *tile.buffers;
   score_strip<kRows>(tile, first_row, num_keys, chunk);
   alignas(32) float ones[kLanes];
@@ -380,25 +484,59 @@ void run_strip(const Tile& tile, int first_row, int num_keys, bool masked, const
     _mm256_store_ps(ones, _mm256_blendv_ps(_mm256_set1_ps(1.0F), given, is_nan));
     factor = ones;
   }
+  const auto softmax = tile.is_int8 ? (masked ? softmax_strip<true, true> : softmax_strip<true, false>)
+                                    : (masked ? softmax_strip<false, true> : softmax_strip<false, false>);
+  softmax(state, chunk, kRows, num_keys / 8, factor, b.value_factors, tile.num_groups);
   if (tile.is_int8) {
-    if (masked) {
-      softmax_chunk<Weights::kFixed15, true>(state, chunk, kRows, num_keys / 8, factor, b.value_factors,
-                                             tile.num_groups);
-    } else {
-      softmax_chunk<Weights::kFixed15, false>(state, chunk, kRows, num_keys / 8, factor, b.value_factors,
-                                              tile.num_groups);
-    }
-  } else if (masked) {
-    softmax_chunk<Weights::kFixed13, true>(state, chunk, kRows, num_keys / 8, factor, nullptr, 1);
+    add_values<kRows, true>(tile, first_row, num_keys, chunk);
   } else {
-    softmax_chunk<Weights::kFixed13, false>(state, chunk, kRows, num_keys / 8, factor, nullptr, 1);
+    add_values<kRows, false>(tile, first_row, num_keys, chunk);
   }
-  add_values<kRows>(tile, first_row, num_keys, chunk);
 }
 
-using RunStrip = void (*)(const Tile&, int, int, bool, const float*, StripState&, StripChunk&);
+using RunStrip = void (*)(const Tile&, int, int, bool, const float*, StripState&, TileChunk&);
 constexpr RunStrip kRunStrip[kStripRows + 1] = {nullptr,      run_strip<1>, run_strip<2>, run_strip<3>,
                                                 run_strip<4>, run_strip<5>, run_strip<6>};
+
+// A chunk of keys, in halves of 64.
+struct TileRows {
+  ChunkRows halves[kTileKeys / kChunk];
+  int count = 0;
+
+  void locate(const KvLayout& layout, const AttentionItem& item, const KvLayer& layer, int begin, int keys) {
+    count = item.key_end - begin < keys ? item.key_end - begin : keys;
+    for (int half = 0; half * kChunk < count; ++half) {
+      const int stop = (half + 1) * kChunk < count ? (half + 1) * kChunk : count;
+      locate_rows<false>(layout, item, layer, begin + half * kChunk, begin + stop, halves[half]);
+    }
+  }
+};
+
+// Asks for the lines of a chunk, part by part: asked for at once they fill all buffers of lines.
+class RowsAhead {
+ public:
+  RowsAhead(const TileRows& rows, int row_bytes, int num_parts)
+      : rows_(rows), lines_(row_bytes / kLine > 1 ? row_bytes / kLine : 1), share_(ceil_div(rows.count, num_parts)) {}
+
+  void ask() {
+    const int stop = at_ + share_ < rows_.count ? at_ + share_ : rows_.count;
+    for (; at_ < stop; ++at_) {
+      const ChunkRows& half = rows_.halves[at_ / kChunk];
+      const auto* const k = reinterpret_cast<const char*>(half.k[at_ % kChunk]);
+      const auto* const v = reinterpret_cast<const char*>(half.v[at_ % kChunk]);
+      for (int line = 0; line < lines_; ++line) {
+        _mm_prefetch(k + line * kLine, _MM_HINT_T0);
+        _mm_prefetch(v + line * kLine, _MM_HINT_T0);
+      }
+    }
+  }
+
+ private:
+  const TileRows& rows_;
+  int lines_;  // of a row: rows are one behind the other, so that the bytes left over are in the next one's
+  int share_;
+  int at_ = 0;
+};
 
 // Quantises a row of queries; returns its scale. `norm` becomes the sum of squares, `largest` the largest value.
 float quantise_query(const float* x, int head_dim, int padded, int limit, std::int16_t* out, float& norm,
@@ -438,6 +576,74 @@ void pad_rows(const std::uint8_t** rows, int count, std::size_t bytes, std::size
   }
 }
 
+// Sums of int8 from the order of packed values to their own.
+void restore_order(float* sums, int num_rows, int padded) {
+  for (std::ptrdiff_t i = 0; i < static_cast<std::ptrdiff_t>(num_rows) * padded; i += 16) {
+    const __m256 first = _mm256_load_ps(sums + i);
+    const __m256 last = _mm256_load_ps(sums + i + 8);
+    _mm256_store_ps(sums + i, _mm256_permute2f128_ps(first, last, 0x20));
+    _mm256_store_ps(sums + i + 8, _mm256_permute2f128_ps(first, last, 0x31));
+  }
+}
+
+void pack_int8(const KvLayout& layout, const Tile& tile, TileRows& rows) {
+  const Buffers& b = *tile.buffers;
+  const int head_dim = layout.head_dim;
+  const auto bytes = static_cast<std::size_t>(head_dim);
+  const auto padded_bytes = static_cast<std::size_t>(tile.padded);
+  for (int first = 0; first < rows.count; first += kChunk) {
+    ChunkRows& half = rows.halves[first / kChunk];
+    const int count = rows.count - first < kChunk ? rows.count - first : kChunk;
+    const int padded_count = round_up(count, 16);
+    for (int g = 0; g < tile.num_groups; ++g) {
+      load_scales(RowsAnywhere{half.k}, count, head_dim, g, b.key_scales + g * kTileKeys + first);
+      load_scales(RowsAnywhere{half.v}, count, head_dim, g, b.value_factors + g * kTileKeys + first);
+    }
+    if (tile.padded != head_dim) {
+      pad_rows(half.k, count, bytes, padded_bytes, b.padded_rows);
+    }
+    pack_keys_int8(half.k, padded_count, tile.padded, b.keys + static_cast<std::ptrdiff_t>(first) * tile.padded);
+    if (tile.padded != head_dim) {
+      pad_rows(half.v, count, bytes, padded_bytes, b.padded_rows);
+    }
+    pack_values_int8(half.v, padded_count, tile.padded, tile.keys, b.values + first * 16);
+  }
+  for (int g = 0; g < tile.num_groups; ++g) {
+    b.value_scales[g] = normalise_scales(b.value_factors + g * kTileKeys, round_up(rows.count, 16));
+  }
+}
+
+// Returns the largest value of the keys, infinity when there is a NaN.
+float pack_raw16(const KvLayout& layout, Tile& tile, ChunkRows& rows, int count, float error_per_key) {
+  const Buffers& b = *tile.buffers;
+  const int padded_count = round_up(count, 16);
+  const std::size_t bytes = sizeof(std::uint16_t) * static_cast<std::size_t>(layout.head_dim);
+  const std::size_t padded_bytes = sizeof(std::uint16_t) * static_cast<std::size_t>(tile.padded);
+  if (tile.padded != layout.head_dim) {
+    pad_rows(rows.k, count, bytes, padded_bytes, b.padded_rows);
+  }
+  const float largest = scale_keys(rows.k, padded_count, tile.padded, b.key_scales);
+  tile.in_float = !(largest * error_per_key <= kMaxScoreError);
+  if (tile.in_float) {
+    pack_keys_float(rows.k, padded_count, tile.padded, reinterpret_cast<float*>(b.keys));
+  } else {
+    alignas(32) float inverse[kMaxGroups * kTileKeys];
+    for (int g = 0; g < tile.num_groups; ++g) {
+      for (int i = g * kTileKeys; i < g * kTileKeys + padded_count; i += 8) {
+        const __m256 scale = _mm256_load_ps(b.key_scales + i);
+        const __m256 nonzero = _mm256_cmp_ps(scale, _mm256_setzero_ps(), _CMP_NEQ_OQ);
+        _mm256_store_ps(inverse + i, _mm256_and_ps(_mm256_div_ps(_mm256_set1_ps(1.0F), scale), nonzero));
+      }
+    }
+    pack_keys_raw16(rows.k, padded_count, tile.padded, inverse, b.keys);
+  }
+  if (tile.padded != layout.head_dim) {
+    pad_rows(rows.v, count, bytes, padded_bytes, b.padded_rows);
+  }
+  pack_values_raw16(rows.v, padded_count, tile.padded, b.value_scales, b.values);
+  return largest;
+}
+
 }  // namespace
 
 std::size_t attention_tile_scratch_avx2(const AttentionShape& shape, int num_rows) {
@@ -454,11 +660,12 @@ void attention_tile_avx2(const AttentionShape& shape, const AttentionItem& item,
   const int group = shape.num_heads / layout.num_kv_heads;
   const int num_rows = item.num_rows * group;
   const bool is_int8 = layout.codec == KvCodec::kInt8;
-  const std::size_t value_bytes = is_int8 ? 1 : 2;
   Scratch scratch(scratch_bytes);
   const Buffers b = divide(scratch, num_rows, padded);
 
-  Tile tile{padded, kv_num_groups(head_dim), is_int8, false, shape.softcap, &b};
+  // Twice as many keys halve what a chunk costs beside products; with larger heads packed keys would leave the cache.
+  const int keys = is_int8 && padded <= kKvGroup ? kTileKeys : kChunk;
+  Tile tile{padded, kv_num_groups(head_dim), keys, is_int8, false, shape.softcap, &b};
   const float to_log2 = shape.scale * kLog2E;
   // The error of a score is at most about this times the largest value of K: rounding of K weighed by the row's norm,
   // rounding of the row weighed by a norm of K of half its possible size. 0.29 is the deviation of rounding to
@@ -487,61 +694,36 @@ void attention_tile_avx2(const AttentionShape& shape, const AttentionItem& item,
   _mm256_store_ps(float_factor, _mm256_set1_ps(to_log2));
   bool has_float_queries = false;
 
-  ChunkRows chunk_rows;
-  StripChunk chunk;
-  for (int begin = item.key_begin; begin < item.key_end; begin += kChunk) {
-    const int count = item.key_end - begin < kChunk ? item.key_end - begin : kChunk;
-    const int padded_count = round_up(count, 16);
-    locate_rows<false>(layout, item, layer, begin, begin + count, chunk_rows);
-    if (is_int8) {
-      for (int g = 0; g < tile.num_groups; ++g) {
-        load_scales(RowsAnywhere{chunk_rows.k}, count, head_dim, g, b.key_scales + g * kChunk);
-        load_scales(RowsAnywhere{chunk_rows.v}, count, head_dim, g, b.value_factors + g * kChunk);
-        const float undo = normalise_scales(b.value_factors + g * kChunk, padded_count);
-        for (int d = g * kKvGroup; d < padded && d < (g + 1) * kKvGroup; d += 8) {
-          _mm256_store_ps(b.value_scales + d, _mm256_set1_ps(undo));
-        }
-      }
+  const int num_strips = ceil_div(num_rows, kStripRows);
+  TileRows located[2];
+  located[0].locate(layout, item, layer, item.key_begin, tile.keys);
+  TileChunk chunk;
+  for (int begin = item.key_begin, turn = 0; begin < item.key_end; begin += tile.keys, turn ^= 1) {
+    TileRows& here = located[turn];
+    TileRows& next = located[turn ^ 1];
+    next.count = 0;
+    if (begin + tile.keys < item.key_end) {
+      next.locate(layout, item, layer, begin + tile.keys, tile.keys);
     }
-    if (padded != head_dim) {
-      pad_rows(chunk_rows.k, count, head_dim * value_bytes, padded * value_bytes, b.padded_rows);
-    }
+    RowsAhead ahead(next, layout.row_bytes, num_strips);
+    const int count = here.count;
     if (is_int8) {
-      pack_keys_int8(chunk_rows.k, padded_count, padded, b.keys);
+      pack_int8(layout, tile, here);
     } else {
-      const float largest = scale_keys(chunk_rows.k, padded_count, padded, b.key_scales);
-      tile.in_float = !(largest * error_per_key <= kMaxScoreError);
+      const float largest = pack_raw16(layout, tile, here.halves[0], count, error_per_key);
       // The integers that weights become cannot say that a key is no finite number; the factor of its chunk can.
       _mm256_store_ps(float_factor, _mm256_set1_ps(largest < __builtin_inff() ? to_log2 : __builtin_nanf("")));
-      if (tile.in_float) {
-        pack_keys_float(chunk_rows.k, padded_count, padded, reinterpret_cast<float*>(b.keys));
-      } else {
-        alignas(32) float inverse[kMaxGroups * kChunk];
-        for (int i = 0; i < tile.num_groups * kChunk; i += 8) {
-          const __m256 scale = _mm256_load_ps(b.key_scales + i);
-          const __m256 nonzero = _mm256_cmp_ps(scale, _mm256_setzero_ps(), _CMP_NEQ_OQ);
-          _mm256_store_ps(inverse + i, _mm256_and_ps(_mm256_div_ps(_mm256_set1_ps(1.0F), scale), nonzero));
+      if (tile.in_float && !has_float_queries) {
+        has_float_queries = true;
+        __builtin_memset(b.float_queries, 0, sizeof(float) * static_cast<std::size_t>(num_rows) * padded);
+        for (int row = 0; row < num_rows; ++row) {
+          __builtin_memcpy(b.float_queries + static_cast<std::ptrdiff_t>(row) * padded,
+                           query_row(shape, item, rows, row), sizeof(float) * static_cast<std::size_t>(head_dim));
         }
-        pack_keys_raw16(chunk_rows.k, padded_count, padded, inverse, b.keys);
-      }
-    }
-    if (padded != head_dim) {
-      pad_rows(chunk_rows.v, count, head_dim * value_bytes, padded * value_bytes, b.padded_rows);
-    }
-    if (is_int8) {
-      pack_values_int8(chunk_rows.v, padded_count, padded, b.values);
-    } else {
-      pack_values_raw16(chunk_rows.v, padded_count, padded, b.value_scales, b.values);
-    }
-    if (tile.in_float && !has_float_queries) {
-      has_float_queries = true;
-      __builtin_memset(b.float_queries, 0, sizeof(float) * static_cast<std::size_t>(num_rows) * padded);
-      for (int row = 0; row < num_rows; ++row) {
-        __builtin_memcpy(b.float_queries + static_cast<std::ptrdiff_t>(row) * padded, query_row(shape, item, rows, row),
-                         sizeof(float) * static_cast<std::size_t>(head_dim));
       }
     }
     for (int first = 0; first < num_rows; first += kStripRows) {
+      ahead.ask();
       const int count_rows = num_rows - first < kStripRows ? num_rows - first : kStripRows;
       const Seen seen = see(b.positions + first, count_rows, shape.window, begin, count, chunk);
       if (seen.last <= seen.first) {
@@ -552,6 +734,9 @@ void attention_tile_avx2(const AttentionShape& shape, const AttentionItem& item,
       kRunStrip[count_rows](tile, first, num_keys, seen.masked || count % 16 != 0,
                             tile.in_float ? float_factor : strip.factor, strip.state, chunk);
     }
+  }
+  if (is_int8) {
+    restore_order(b.sums, num_rows, padded);
   }
   for (int row = 0; row < num_rows; ++row) {
     const StripState& state = b.strips[row / kStripRows].state;
