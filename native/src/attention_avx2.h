@@ -471,22 +471,29 @@ inline void write_sums(KvCodec codec, const float* sums, int num_values, float f
   }
 }
 
-// Writes stacked row `stacked` (query row stacked / group, head stacked % group of the item's) to where it belongs.
-inline void write_row(const AttentionShape& shape, const AttentionItem& item, const AttentionRows& rows, int stacked,
-                      const float* sums, float maximum, float weights) {
-  const int head_dim = shape.layout.head_dim;
+inline float* out_row(const AttentionShape& shape, const AttentionItem& item, const AttentionRows& rows, int stacked) {
   const int group = shape.num_heads / shape.layout.num_kv_heads;
   const int i = stacked / group;
   const int head = item.kv_head * group + stacked % group;
+  const int head_dim = shape.layout.head_dim;
   if (item.partial_sums == nullptr) {
-    float* const out = rows.out + item.rows[i] * rows.out_stride + static_cast<std::ptrdiff_t>(head) * head_dim;
-    write_sums(shape.layout.codec, sums, head_dim, 1.0F / weights, out);
+    return rows.out + item.rows[i] * rows.out_stride + static_cast<std::ptrdiff_t>(head) * head_dim;
+  }
+  return item.partial_sums + (static_cast<std::ptrdiff_t>(i) * shape.num_heads + head) * head_dim;
+}
+
+// Writes stacked row `stacked` (query row stacked / group, head stacked % group of the item's) to where it belongs.
+inline void write_row(const AttentionShape& shape, const AttentionItem& item, const AttentionRows& rows, int stacked,
+                      const float* sums, float maximum, float weights) {
+  float* const out = out_row(shape, item, rows, stacked);
+  if (item.partial_sums == nullptr) {
+    write_sums(shape.layout.codec, sums, shape.layout.head_dim, 1.0F / weights, out);
     return;
   }
-  const std::ptrdiff_t result = static_cast<std::ptrdiff_t>(i) * shape.num_heads + head;
+  const std::ptrdiff_t result = (out - item.partial_sums) / shape.layout.head_dim;
   item.partial_weights[2 * result] = maximum;
   item.partial_weights[2 * result + 1] = weights;
-  write_sums(shape.layout.codec, sums, head_dim, 1.0F, item.partial_sums + result * head_dim);
+  write_sums(shape.layout.codec, sums, shape.layout.head_dim, 1.0F, out);
 }
 
 inline const float* query_row(const AttentionShape& shape, const AttentionItem& item, const AttentionRows& rows,

@@ -35,6 +35,7 @@ constexpr int kSteps = 4;
 #endif
 constexpr int kTileKeys = 128;  // at most
 constexpr int kLine = 64;
+constexpr int kRowsAhead = 6;  // rows of queries and outputs are asked for ahead
 // Of a score in natural units, one standard deviation: it moves a weight by this fraction.
 constexpr float kMaxScoreError = 4e-3F;
 
@@ -46,7 +47,7 @@ struct Strip {
 };
 
 struct Buffers {
-  std::int16_t* queries;  // (rows, padded)
+  std::int16_t* queries;  // (strips, groups, 6, 64)
   float* float_queries;   // (rows, padded), filled when a tile needs it
   float* sums;            // (rows, padded), blocks of 16: raw16's even values, then the odd ones
   Strip* strips;
@@ -63,10 +64,11 @@ Buffers divide(Scratch& scratch, int num_rows, int padded) {
   const auto rows = static_cast<std::size_t>(num_rows);
   const auto width = static_cast<std::size_t>(padded);
   Buffers b{};
-  b.queries = scratch.take<std::int16_t>(rows * width);
+  const std::size_t strips = ceil_div(rows, std::size_t{kStripRows});
+  b.queries = scratch.take<std::int16_t>(strips * kStripRows * round_up(width, std::size_t{kKvGroup}));
   b.float_queries = scratch.take<float>(rows * width);
   b.sums = scratch.take<float>(rows * width);
-  b.strips = scratch.take<Strip>(ceil_div(rows, std::size_t{kStripRows}));
+  b.strips = scratch.take<Strip>(strips);
   b.positions = scratch.take<std::int32_t>(rows);
   b.keys = scratch.take<std::int16_t>(2 * kTileKeys * width);
   b.values = scratch.take<std::int16_t>(kTileKeys * width);
@@ -255,37 +257,44 @@ void pack_values_int8(const std::uint8_t* const* rows, int count, int padded, in
   }
 }
 
-// kRows rows of pairs against 16 columns of pairs, [pairs][16][2]; `finish(row, column / 8, sums)` takes the sums. Each
-// step loads 2 vectors and broadcasts kRows pairs for 2 * kRows products; the sums stay in registers. The number of
-// pairs is a multiple of kSteps.
-template <int kRows, typename Finish>
-[[gnu::always_inline]] inline void multiply(const std::int16_t* rows, std::ptrdiff_t stride,
-                                            const std::int16_t* columns, int pairs, Finish&& finish) {
+// A pair of a row times two vectors of pairs, added to their sums. In this order, and in no more registers than two
+// beside the sums and the columns: the compiler keeps some of 12 sums on the stack.
+inline void multiply_add(const std::int16_t* pair, __m256i column0, __m256i column1, __m256i& sum0, __m256i& sum1) {
+  __m256i row;
+  __m256i product;
+  asm volatile(
+      "vpbroadcastd %[pair], %[row]\n\t"
+      "vpmaddwd %[column0], %[row], %[product]\n\t"
+      "vpmaddwd %[column1], %[row], %[row]\n\t"
+      "vpaddd %[product], %[sum0], %[sum0]\n\t"
+      "vpaddd %[row], %[sum1], %[sum1]"
+      : [sum0] "+x"(sum0), [sum1] "+x"(sum1), [row] "=&x"(row), [product] "=&x"(product)
+      : [column0] "x"(column0), [column1] "x"(column1), [pair] "m"(*reinterpret_cast<const std::int32_t*>(pair)));
+}
+
+// kRows rows of pairs, kStride values apart, against 16 columns of pairs, [pairs][16][2]; `finish(row, column / 8,
+// sums)` takes the sums. Each step loads 2 vectors and broadcasts kRows pairs for 2 * kRows products; the sums stay in
+// registers. The number of pairs is a multiple of kSteps.
+template <int kRows, int kStride, typename Finish>
+[[gnu::always_inline]] inline void multiply(const std::int16_t* rows, const std::int16_t* columns, int pairs,
+                                            Finish&& finish) {
   __m256i sums[kRows][2];
-  const auto step = [&](int p, auto is_first) __attribute__((always_inline)) {
-    const __m256i c0 = load(columns + p * 32);
-    const __m256i c1 = load(columns + p * 32 + 16);
-    unroll<kRows>([&](auto r) __attribute__((always_inline)) {
-      std::int32_t pair;
-      __builtin_memcpy(&pair, rows + r() * stride + 2 * p, sizeof(pair));
-      const __m256i b = _mm256_set1_epi32(pair);
-      if constexpr (is_first()) {
-        sums[r()][0] = _mm256_madd_epi16(b, c0);
-        sums[r()][1] = _mm256_madd_epi16(b, c1);
-      } else {
-        add_in_place(sums[r()][0], _mm256_madd_epi16(b, c0));
-        add_in_place(sums[r()][1], _mm256_madd_epi16(b, c1));
-      }
+  unroll<kRows>([&](auto r) __attribute__((always_inline)) {
+    sums[r()][0] = _mm256_setzero_si256();
+    sums[r()][1] = _mm256_setzero_si256();
+  });
+  for (int p = 0; p < pairs; p += kSteps) {
+    unroll<kSteps>([&](auto i) __attribute__((always_inline)) {
+      const __m256i column0 = load(columns + (p + i()) * 32);
+      const __m256i column1 = load(columns + (p + i()) * 32 + 16);
+      unroll<kRows>([&](auto r) __attribute__((always_inline)) {
+        multiply_add(rows + r() * kStride + 2 * (p + i()), column0, column1, sums[r()][0], sums[r()][1]);
+      });
     });
-  };
-  step(0, std::true_type{});
-  unroll<kSteps - 1>([&](auto i) __attribute__((always_inline)) { step(1 + i(), std::false_type{}); });
-  for (int p = kSteps; p < pairs; p += kSteps) {
-    unroll<kSteps>([&](auto i) __attribute__((always_inline)) { step(p + i(), std::false_type{}); });
   }
   unroll<kRows>([&](auto r) __attribute__((always_inline)) {
-    finish(r(), 0, sums[r()][0]);
-    finish(r(), 1, sums[r()][1]);
+    finish(r, 0, sums[r()][0]);
+    finish(r, 1, sums[r()][1]);
   });
 }
 
@@ -342,15 +351,15 @@ void score_strip(const Tile& tile, int first_row, int num_keys, TileChunk& chunk
       const int d = group * kKvGroup;
       const int width = tile.padded - d < kKvGroup ? tile.padded - d : kKvGroup;
       const float* const scales = b.key_scales + group * kTileKeys + key;
-      const std::int16_t* const rows = b.queries + first_row * padded + d;
+      const std::int16_t* const rows = b.queries + (first_row * tile.num_groups + group * kStripRows) * kKvGroup;
       const std::int16_t* const columns = b.keys + key * padded + d * 16;
       if (group == 0) {
-        multiply<kRows>(rows, padded, columns, width / 2, [&](int r, int c, __m256i sums) {
+        multiply<kRows, kKvGroup>(rows, columns, width / 2, [&](int r, int c, __m256i sums) {
           _mm256_store_ps(&chunk.scores[r][key + 8 * c],
                           _mm256_mul_ps(_mm256_cvtepi32_ps(sums), _mm256_load_ps(scales + 8 * c)));
         });
       } else {
-        multiply<kRows>(rows, padded, columns, width / 2, [&](int r, int c, __m256i sums) {
+        multiply<kRows, kKvGroup>(rows, columns, width / 2, [&](int r, int c, __m256i sums) {
           float* const score = &chunk.scores[r][key + 8 * c];
           _mm256_store_ps(
               score, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums), _mm256_load_ps(scales + 8 * c), _mm256_load_ps(score)));
@@ -458,16 +467,17 @@ void add_values(const Tile& tile, int first_row, int num_keys, const TileChunk& 
     }
     float* const sums_so_far = b.sums + first_row * padded + d;
     const float* const scales = b.value_scales + d;
-    multiply<kRows>(&chunk.weights[group][0][0], kTileKeys, b.values + static_cast<std::ptrdiff_t>(d) * tile.keys,
-                    num_keys / 2, [&](int r, int c, __m256i sums) {
-                      float* const sum = sums_so_far + r * padded + 8 * c;
-                      __m256 added = _mm256_cvtepi32_ps(sums);
-                      if constexpr (!kIsInt8) {
-                        added = _mm256_mul_ps(added, _mm256_load_ps(scales + 8 * c));
-                      }
-                      const __m256 kept = _mm256_mul_ps(_mm256_broadcast_ss(&chunk.old_factor[r]), _mm256_load_ps(sum));
-                      _mm256_store_ps(sum, _mm256_fmadd_ps(added, _mm256_broadcast_ss(&new_factor[r]), kept));
-                    });
+    multiply<kRows, kTileKeys>(
+        &chunk.weights[group][0][0], b.values + static_cast<std::ptrdiff_t>(d) * tile.keys, num_keys / 2,
+        [&](int r, int c, __m256i sums) {
+          float* const sum = sums_so_far + r * padded + 8 * c;
+          __m256 added = _mm256_cvtepi32_ps(sums);
+          if constexpr (!kIsInt8) {
+            added = _mm256_mul_ps(added, _mm256_load_ps(scales + 8 * c));
+          }
+          const __m256 kept = _mm256_mul_ps(_mm256_broadcast_ss(&chunk.old_factor[r]), _mm256_load_ps(sum));
+          _mm256_store_ps(sum, _mm256_fmadd_ps(added, _mm256_broadcast_ss(&new_factor[r]), kept));
+        });
   }
 }
 
@@ -538,33 +548,46 @@ class RowsAhead {
   int at_ = 0;
 };
 
-// Quantises a row of queries; returns its scale. `norm` becomes the sum of squares, `largest` the largest value.
-float quantise_query(const float* x, int head_dim, int padded, int limit, std::int16_t* out, float& norm,
-                     float& largest) {
+// Lane 0 of the result: the largest of the lanes, or their sum.
+template <typename Combine>
+inline float reduce(__m256 x, Combine&& combine) {
+  __m128 half = combine(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  half = combine(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(combine(half, _mm_movehdup_ps(half)));
+}
+
+inline __m256 magnitude(__m256 x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0F), x); }
+
+// Quantises a row of queries into a strip; returns its scale.
+float quantise_query(const float* x, int head_dim, int padded, int limit, std::int16_t* out) {
   __m256 most = _mm256_setzero_ps();
-  __m256 squares = _mm256_setzero_ps();
   for (int d = 0; d < head_dim; d += 8) {
-    const __m256 value = _mm256_loadu_ps(x + d);
-    most = _mm256_max_ps(most, _mm256_andnot_ps(_mm256_set1_ps(-0.0F), value));
-    squares = _mm256_fmadd_ps(value, value, squares);
+    // In this order: where either is NaN the second is the result.
+    most = _mm256_max_ps(most, magnitude(_mm256_loadu_ps(x + d)));
   }
-  alignas(32) float lanes[16];
-  _mm256_store_ps(lanes, most);
-  _mm256_store_ps(lanes + 8, squares);
-  largest = 0.0F;
-  norm = 0.0F;
-  for (int i = 0; i < 8; ++i) {
-    largest = lanes[i] > largest ? lanes[i] : largest;
-    norm += lanes[8 + i];
-  }
+  const float largest = reduce(most, [](__m128 a, __m128 b) { return _mm_max_ps(a, b); });
   const __m256 inverse = _mm256_set1_ps(largest > 0.0F ? static_cast<float>(limit) / largest : 0.0F);
   for (int d = 0; d < padded; d += 8) {
     const __m256i codes =
         d < head_dim ? _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + d), inverse)) : _mm256_setzero_si256();
-    _mm_store_si128(reinterpret_cast<__m128i*>(out + d),
+    _mm_store_si128(reinterpret_cast<__m128i*>(out + d / kKvGroup * kStripRows * kKvGroup + d % kKvGroup),
                     _mm_packs_epi32(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1)));
   }
   return largest / static_cast<float>(limit);
+}
+
+// The error of a score of raw16 is at most about this times the largest value of K: rounding of K weighed by the row's
+// norm, rounding of the row weighed by a norm of K of half its possible size. 0.29 is the deviation of rounding to
+// integers.
+float error_of_row(const float* x, int head_dim, float largest) {
+  __m256 squares = _mm256_setzero_ps();
+  for (int d = 0; d < head_dim; d += 8) {
+    const __m256 value = _mm256_loadu_ps(x + d);
+    squares = _mm256_fmadd_ps(value, value, squares);
+  }
+  const float norm = reduce(squares, [](__m128 a, __m128 b) { return _mm_add_ps(a, b); });
+  return 0.29F * (__builtin_sqrtf(norm) / kKeyLimit +
+                  0.5F * largest / kQueryLimit13 * __builtin_sqrtf(static_cast<float>(head_dim)));
 }
 
 // Rows of D values, D not a multiple of 16, copied with zeros behind them.
@@ -573,6 +596,12 @@ void pad_rows(const std::uint8_t** rows, int count, std::size_t bytes, std::size
     __builtin_memcpy(to, rows[i], bytes);
     __builtin_memset(to + bytes, 0, padded_bytes - bytes);
     rows[i] = to;
+  }
+}
+
+inline void ask_row(const float* row, int head_dim) {
+  for (int d = 0; d < head_dim; d += 16) {
+    _mm_prefetch(reinterpret_cast<const char*>(row + d), _MM_HINT_T0);
   }
 }
 
@@ -667,27 +696,29 @@ void attention_tile_avx2(const AttentionShape& shape, const AttentionItem& item,
   const int keys = is_int8 && padded <= kKvGroup ? kTileKeys : kChunk;
   Tile tile{padded, kv_num_groups(head_dim), keys, is_int8, false, shape.softcap, &b};
   const float to_log2 = shape.scale * kLog2E;
-  // The error of a score is at most about this times the largest value of K: rounding of K weighed by the row's norm,
-  // rounding of the row weighed by a norm of K of half its possible size. 0.29 is the deviation of rounding to
-  // integers.
+  TileRows located[2];
+  located[0].locate(layout, item, layer, item.key_begin, tile.keys);
+  RowsAhead first_ahead(located[0], layout.row_bytes, num_rows);
   float error_per_key = 0.0F;
+  const int limit = is_int8 ? kQueryLimit15 : kQueryLimit13;
   for (int row = 0; row < num_rows; ++row) {
+    first_ahead.ask();
+    ask_row(query_row(shape, item, rows, row + kRowsAhead < num_rows ? row + kRowsAhead : row), head_dim);
     Strip& strip = b.strips[row / kStripRows];
     if (row % kStripRows == 0) {
       reset(strip.state);
       _mm256_store_ps(strip.factor, _mm256_setzero_ps());
     }
-    const int limit = is_int8 ? kQueryLimit15 : kQueryLimit13;
-    float norm = 0.0F;
-    float largest = 0.0F;
-    const float scale = quantise_query(query_row(shape, item, rows, row), head_dim, padded, limit,
-                                       b.queries + static_cast<std::ptrdiff_t>(row) * padded, norm, largest);
+    const float* const query = query_row(shape, item, rows, row);
+    std::int16_t* const codes =
+        b.queries + (row / kStripRows * tile.num_groups * kStripRows + row % kStripRows) * kKvGroup;
+    const float scale = quantise_query(query, head_dim, padded, limit, codes);
     strip.factor[row % kStripRows] = scale * to_log2;
     b.positions[row] = item.positions[row / group];
-    const float error = 0.29F * shape.scale *
-                        (__builtin_sqrtf(norm) / kKeyLimit +
-                         0.5F * largest / kQueryLimit13 * __builtin_sqrtf(static_cast<float>(head_dim)));
-    error_per_key = error > error_per_key ? error : error_per_key;
+    if (!is_int8) {
+      const float error = shape.scale * error_of_row(query, head_dim, scale * static_cast<float>(limit));
+      error_per_key = error > error_per_key ? error : error_per_key;
+    }
   }
   __builtin_memset(b.sums, 0, sizeof(float) * static_cast<std::size_t>(num_rows) * static_cast<std::size_t>(padded));
   alignas(32) float float_factor[kLanes];
@@ -695,8 +726,6 @@ void attention_tile_avx2(const AttentionShape& shape, const AttentionItem& item,
   bool has_float_queries = false;
 
   const int num_strips = ceil_div(num_rows, kStripRows);
-  TileRows located[2];
-  located[0].locate(layout, item, layer, item.key_begin, tile.keys);
   TileChunk chunk;
   for (int begin = item.key_begin, turn = 0; begin < item.key_end; begin += tile.keys, turn ^= 1) {
     TileRows& here = located[turn];
@@ -739,6 +768,7 @@ void attention_tile_avx2(const AttentionShape& shape, const AttentionItem& item,
     restore_order(b.sums, num_rows, padded);
   }
   for (int row = 0; row < num_rows; ++row) {
+    ask_row(out_row(shape, item, rows, row + kRowsAhead < num_rows ? row + kRowsAhead : row), head_dim);
     const StripState& state = b.strips[row / kStripRows].state;
     write_row(shape, item, rows, row, b.sums + static_cast<std::ptrdiff_t>(row) * padded,
               state.maxima[row % kStripRows], state.weights[row % kStripRows]);
