@@ -43,7 +43,10 @@ using TileChunk = StripChunkOf<kTileKeys>;
 
 struct Strip {
   StripState state;
-  alignas(32) float factor[kLanes];  // integer scores (times the key's scale) to units of log2(e)
+  alignas(32) float factor[kLanes];      // integer scores (times the key's scale) to units of log2(e)
+  alignas(32) float old_factor[kLanes];  // multiplies the sums so far
+  alignas(32) float new_factor[kLanes];  // multiplies the sums of this chunk
+  int num_keys;                          // of this chunk: up to the last one that a row sees
 };
 
 struct Buffers {
@@ -54,9 +57,10 @@ struct Buffers {
   std::int32_t* positions;  // of each stacked row
   std::int16_t* keys;       // the tile; float32 [key / 16][d][16] where needed
   std::int16_t* values;
-  float* key_scales;     // (groups, kTileKeys)
-  float* value_scales;   // raw16: (padded), in the order of sums; int8: of each group
-  float* value_factors;  // (groups, kTileKeys)
+  std::int16_t* weights;  // (strips, groups, 6, kTileKeys)
+  float* key_scales;      // (groups, kTileKeys)
+  float* value_scales;    // raw16: (padded), in the order of sums; int8: of each group
+  float* value_factors;   // (groups, kTileKeys)
   std::uint8_t* padded_rows;
 };
 
@@ -72,6 +76,7 @@ Buffers divide(Scratch& scratch, int num_rows, int padded) {
   b.positions = scratch.take<std::int32_t>(rows);
   b.keys = scratch.take<std::int16_t>(2 * kTileKeys * width);
   b.values = scratch.take<std::int16_t>(kTileKeys * width);
+  b.weights = scratch.take<std::int16_t>(strips * ceil_div(width, std::size_t{kKvGroup}) * kStripRows * kTileKeys);
   b.key_scales = scratch.take<float>(kMaxGroups * kTileKeys);
   b.value_scales = scratch.take<float>(kMaxHeadDim);
   b.value_factors = scratch.take<float>(kMaxGroups * kTileKeys);
@@ -340,6 +345,16 @@ template <int kRows>
 void score_strip(const Tile& tile, int first_row, int num_keys, TileChunk& chunk) {
   const Buffers& b = *tile.buffers;
   const std::ptrdiff_t padded = tile.padded;
+  if (!tile.in_float && tile.padded == kKvGroup) {
+    const std::int16_t* const rows = b.queries + first_row * kKvGroup;
+    for (int key = 0; key < num_keys; key += 16) {
+      multiply<kRows, kKvGroup>(rows, b.keys + key * kKvGroup, kKvGroup / 2, [&](int r, int c, __m256i sums) {
+        _mm256_store_ps(&chunk.scores[r][key + 8 * c],
+                        _mm256_mul_ps(_mm256_cvtepi32_ps(sums), _mm256_load_ps(b.key_scales + key + 8 * c)));
+      });
+    }
+    return;
+  }
   for (int key = 0; key < num_keys; key += 16) {
     if (tile.in_float) {
       multiply<kRows>(b.float_queries + first_row * padded, padded,
@@ -372,8 +387,8 @@ void score_strip(const Tile& tile, int first_row, int num_keys, TileChunk& chunk
 // Turns the scores of a chunk into weights and updates the state, as softmax_chunk does: 18 instructions per 8 scores.
 // The weights of 16 keys are stored in pairs: of keys i and i + 8.
 template <bool kIsInt8, bool kMasked>
-[[gnu::noinline]] void softmax_strip(StripState& state, TileChunk& chunk, int num_rows, int num_vectors,
-                                     const float* factor, const float* value_factors, int num_groups) {
+[[gnu::noinline]] void softmax_strip(Strip& strip, TileChunk& chunk, std::int16_t* weights, int num_rows,
+                                     int num_vectors, const float* factor, const float* value_factors, int num_groups) {
   const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   const auto seen = [&](int r, int i) {
     const __m256i place = _mm256_add_epi32(lane, _mm256_set1_epi32(8 * i));
@@ -396,18 +411,18 @@ template <bool kIsInt8, bool kMasked>
     row_vectors[r] = _mm256_max_ps(largest[0], largest[1]);
   }
   const __m256 chunk_max = _mm256_mul_ps(max_of_each(row_vectors), _mm256_load_ps(factor));
-  const __m256 old_max = _mm256_load_ps(state.maxima);
+  const __m256 old_max = _mm256_load_ps(strip.state.maxima);
   const __m256 new_max = _mm256_max_ps(old_max, chunk_max);
   alignas(32) float reference[kLanes];
   _mm256_store_ps(reference, kIsInt8 ? chunk_max : _mm256_sub_ps(chunk_max, _mm256_set1_ps(13.0F)));
-  _mm256_store_ps(state.maxima, new_max);
+  _mm256_store_ps(strip.state.maxima, new_max);
   const __m256 old_factor = exp2_ps<5>(_mm256_sub_ps(old_max, new_max));
   __m256 new_factor = exp2_ps<5>(_mm256_sub_ps(chunk_max, new_max));
   if constexpr (!kIsInt8) {
     new_factor = _mm256_mul_ps(new_factor, _mm256_set1_ps(1.0F / static_cast<float>(kWeight13)));
   }
-  _mm256_store_ps(chunk.old_factor, old_factor);
-  _mm256_store_ps(chunk.new_factor, new_factor);
+  _mm256_store_ps(strip.old_factor, old_factor);
+  _mm256_store_ps(strip.new_factor, new_factor);
   // Adding it leaves an integer below 2^15 in the low 16 bits.
   const __m256 magic = _mm256_set1_ps(12582912.0F);
   unroll<kLanes>([&](auto r) __attribute__((always_inline)) { row_vectors[r()] = _mm256_setzero_ps(); });
@@ -426,7 +441,8 @@ template <bool kIsInt8, bool kMasked>
       const __m256 low = weight(i);
       const __m256 high = weight(i + 1);
       const auto store_pairs = [&](int group, __m256 a, __m256 b) __attribute__((always_inline)) {
-        store(chunk.weights[group][r] + 8 * i, join(_mm256_castps_si256(a), _mm256_castps_si256(b)));
+        store(weights + (group * kStripRows + r) * kTileKeys + 8 * i,
+              join(_mm256_castps_si256(a), _mm256_castps_si256(b)));
       };
       if constexpr (kIsInt8) {
         sum = _mm256_add_ps(sum, _mm256_add_ps(low, high));
@@ -450,12 +466,12 @@ template <bool kIsInt8, bool kMasked>
     row_vectors[r] = sum;
   }
   const __m256 sums = sum_of_each(row_vectors);
-  _mm256_store_ps(state.weights,
-                  _mm256_fmadd_ps(_mm256_load_ps(state.weights), old_factor, _mm256_mul_ps(sums, new_factor)));
+  _mm256_store_ps(strip.state.weights,
+                  _mm256_fmadd_ps(_mm256_load_ps(strip.state.weights), old_factor, _mm256_mul_ps(sums, new_factor)));
 }
 
 template <int kRows, bool kIsInt8>
-void add_values(const Tile& tile, int first_row, int num_keys, const TileChunk& chunk) {
+void add_values(const Tile& tile, int first_row, const Strip& strip) {
   const Buffers& b = *tile.buffers;
   const std::ptrdiff_t padded = tile.padded;
   alignas(32) float new_factor[kLanes];
@@ -463,32 +479,31 @@ void add_values(const Tile& tile, int first_row, int num_keys, const TileChunk& 
     const int group = kIsInt8 ? d / kKvGroup : 0;
     if (d % kKvGroup == 0) {
       const __m256 scale = _mm256_set1_ps(kIsInt8 ? b.value_scales[group] : 1.0F);
-      _mm256_store_ps(new_factor, _mm256_mul_ps(_mm256_load_ps(chunk.new_factor), scale));
+      _mm256_store_ps(new_factor, _mm256_mul_ps(_mm256_load_ps(strip.new_factor), scale));
     }
     float* const sums_so_far = b.sums + first_row * padded + d;
     const float* const scales = b.value_scales + d;
     multiply<kRows, kTileKeys>(
-        &chunk.weights[group][0][0], b.values + static_cast<std::ptrdiff_t>(d) * tile.keys, num_keys / 2,
-        [&](int r, int c, __m256i sums) {
+        b.weights + (first_row * tile.num_groups + group * kStripRows) * kTileKeys,
+        b.values + static_cast<std::ptrdiff_t>(d) * tile.keys, strip.num_keys / 2, [&](int r, int c, __m256i sums) {
           float* const sum = sums_so_far + r * padded + 8 * c;
           __m256 added = _mm256_cvtepi32_ps(sums);
           if constexpr (!kIsInt8) {
             added = _mm256_mul_ps(added, _mm256_load_ps(scales + 8 * c));
           }
-          const __m256 kept = _mm256_mul_ps(_mm256_broadcast_ss(&chunk.old_factor[r]), _mm256_load_ps(sum));
+          const __m256 kept = _mm256_mul_ps(_mm256_broadcast_ss(&strip.old_factor[r]), _mm256_load_ps(sum));
           _mm256_store_ps(sum, _mm256_fmadd_ps(added, _mm256_broadcast_ss(&new_factor[r]), kept));
         });
   }
 }
 
 template <int kRows>
-void run_strip(const Tile& tile, int first_row, int num_keys, bool masked, const float* factor, StripState& state,
-               TileChunk& chunk) {
+void weigh_strip(const Tile& tile, int first_row, bool masked, const float* factor, Strip& strip, TileChunk& chunk) {
   const Buffers& b = *tile.buffers;
-  score_strip<kRows>(tile, first_row, num_keys, chunk);
+  score_strip<kRows>(tile, first_row, strip.num_keys, chunk);
   alignas(32) float ones[kLanes];
   if (tile.softcap > 0.0F) {
-    apply_softcap(chunk, kRows, num_keys / 8, factor, tile.softcap);
+    apply_softcap(chunk, kRows, strip.num_keys / 8, factor, tile.softcap);
     const __m256 given = _mm256_load_ps(factor);
     const __m256 is_nan = _mm256_cmp_ps(given, given, _CMP_UNORD_Q);
     _mm256_store_ps(ones, _mm256_blendv_ps(_mm256_set1_ps(1.0F), given, is_nan));
@@ -496,17 +511,26 @@ void run_strip(const Tile& tile, int first_row, int num_keys, bool masked, const
   }
   const auto softmax = tile.is_int8 ? (masked ? softmax_strip<true, true> : softmax_strip<true, false>)
                                     : (masked ? softmax_strip<false, true> : softmax_strip<false, false>);
-  softmax(state, chunk, kRows, num_keys / 8, factor, b.value_factors, tile.num_groups);
-  if (tile.is_int8) {
-    add_values<kRows, true>(tile, first_row, num_keys, chunk);
-  } else {
-    add_values<kRows, false>(tile, first_row, num_keys, chunk);
-  }
+  softmax(strip, chunk, b.weights + first_row * tile.num_groups * kTileKeys, kRows, strip.num_keys / 8, factor,
+          b.value_factors, tile.num_groups);
 }
 
-using RunStrip = void (*)(const Tile&, int, int, bool, const float*, StripState&, TileChunk&);
-constexpr RunStrip kRunStrip[kStripRows + 1] = {nullptr,      run_strip<1>, run_strip<2>, run_strip<3>,
-                                                run_strip<4>, run_strip<5>, run_strip<6>};
+// By the number of rows.
+struct StripKernels {
+  void (*weigh)(const Tile&, int, bool, const float*, Strip&, TileChunk&);
+  void (*add_int8)(const Tile&, int, const Strip&);
+  void (*add_raw16)(const Tile&, int, const Strip&);
+};
+
+template <int kRows>
+constexpr StripKernels kKernelsOf{weigh_strip<kRows>, add_values<kRows, true>, add_values<kRows, false>};
+constexpr StripKernels kStripKernels[kStripRows + 1] = {{nullptr, nullptr, nullptr},
+                                                        kKernelsOf<1>,
+                                                        kKernelsOf<2>,
+                                                        kKernelsOf<3>,
+                                                        kKernelsOf<4>,
+                                                        kKernelsOf<5>,
+                                                        kKernelsOf<6>};
 
 // A chunk of keys, in halves of 64.
 struct TileRows {
@@ -734,7 +758,7 @@ void attention_tile_avx2(const AttentionShape& shape, const AttentionItem& item,
     if (begin + tile.keys < item.key_end) {
       next.locate(layout, item, layer, begin + tile.keys, tile.keys);
     }
-    RowsAhead ahead(next, layout.row_bytes, num_strips);
+    RowsAhead ahead(next, layout.row_bytes, 2 * num_strips);
     const int count = here.count;
     if (is_int8) {
       pack_int8(layout, tile, here);
@@ -751,17 +775,24 @@ void attention_tile_avx2(const AttentionShape& shape, const AttentionItem& item,
         }
       }
     }
+    const auto rows_of = [&](int first) { return num_rows - first < kStripRows ? num_rows - first : kStripRows; };
     for (int first = 0; first < num_rows; first += kStripRows) {
       ahead.ask();
-      const int count_rows = num_rows - first < kStripRows ? num_rows - first : kStripRows;
-      const Seen seen = see(b.positions + first, count_rows, shape.window, begin, count, chunk);
-      if (seen.last <= seen.first) {
-        continue;
-      }
-      const int num_keys = round_up(seen.last, 16);
       Strip& strip = b.strips[first / kStripRows];
-      kRunStrip[count_rows](tile, first, num_keys, seen.masked || count % 16 != 0,
-                            tile.in_float ? float_factor : strip.factor, strip.state, chunk);
+      const Seen seen = see(b.positions + first, rows_of(first), shape.window, begin, count, chunk);
+      strip.num_keys = seen.last > seen.first ? round_up(seen.last, 16) : 0;
+      if (strip.num_keys != 0) {
+        kStripKernels[rows_of(first)].weigh(tile, first, seen.masked || count % 16 != 0,
+                                            tile.in_float ? float_factor : strip.factor, strip, chunk);
+      }
+    }
+    for (int first = 0; first < num_rows; first += kStripRows) {
+      ahead.ask();
+      const Strip& strip = b.strips[first / kStripRows];
+      if (strip.num_keys != 0) {
+        const StripKernels& kernels = kStripKernels[rows_of(first)];
+        (is_int8 ? kernels.add_int8 : kernels.add_raw16)(tile, first, strip);
+      }
     }
   }
   if (is_int8) {
