@@ -1,21 +1,26 @@
 // Attention of many stacked rows on AVX2: fixed-point tiles.
 //
-// A tile of up to 64 keys is packed once for all the rows of the item: K as pairs of values [key / 16][d / 2][16][2], V
-// as pairs of keys [d / 16][key / 2][16][2], both int16, 8 KiB each at D = 64. The rows are quantised once, in strips
-// of 6; a strip's rows, scores, weights and sums stay in the first-level cache beside the tile. Products are vpmaddwd:
-// 32 operations in an instruction where an FMA has 16, and one more to add them up; 12 sums of 8 int32 in registers.
+// A tile of up to 128 keys (int8 with D up to 64) or 64 is packed once for all the rows of the item: K as pairs of
+// values [key / 16][d / 2][16][2], V as pairs of keys [d / 16][key / 2][16][2], of 16 keys those 8 apart; both int16,
+// 16 KiB each at D = 64. The rows are quantised once, in strips of 6. All strips are weighed (scores and softmax), then
+// values are added to all of them, so that the first-level cache holds K or V beside what a strip needs. Products are
+// vpmaddwd: 32 operations in an instruction where an FMA has 16, and one more to add them up; 12 sums of 8 int32 in
+// registers.
 //
 //   codec    rows        K                              V                            weights
 //   raw16    limit 8191  limit 4095, a scale for each   limit 4095, a scale for      limit 2^13, relative to the
 //                        key and 64 values              each value and tile          tile's maximum
 //   int8     limit 32767 its codes and scales           its codes                    limit 32767, times V's scale
 //
-// No sum overflows: 8191 * 4095 * 64, 8192 * 4095 * 64 and 32767 * 127 * 64 are below 2^31. Scores, the softmax and the
-// running sums are float32. A raw16 tile whose keys are so large that rounding them would move a score by more than
-// kMaxScoreError has its scores computed in float32 (a few outlier values per key, as some models have).
+// No sum overflows: 8191 * 4095 * 64, 8192 * 4095 * 64, 32767 * 127 * 64 and 32767 * 127 * 128 are below 2^31. Scores,
+// the softmax and the running sums are float32. A raw16 tile whose keys are so large that rounding them would move a
+// score by more than kMaxScoreError has its scores computed in float32 (a few outlier values per key, as some models
+// have).
 //
-// Memory: K and V are read once for the item, all of them by 64-byte lines; rows and sums of the item (100 KiB at 192
-// rows of 64) stream from the second-level cache once per tile.
+// Memory: K and V are read once for the item, all of them by 64-byte lines that are asked for while the tile before is
+// worked on; rows, weights and sums of the item (120 KiB at 192 rows of 64) stream from the second-level cache once per
+// tile. In the first-level cache, products take 1.0 to 1.1 of what they take on registers alone; beside them a strip and
+// 64 keys of int8 take 0.37 of that for the softmax, and the tile 0.9 for packing.
 
 #include "attention_avx2.h"
 
@@ -27,6 +32,7 @@ constexpr int kQueryLimit13 = 8191;
 constexpr int kQueryLimit15 = 32767;
 constexpr int kKeyLimit = 4095;
 constexpr int kValueLimit = 4095;
+constexpr int kWeight13 = 8192;  // 2^13
 // Steps of a product in a row. Checks of every access would make the compiler take minutes over more than one.
 #if defined(__SANITIZE_ADDRESS__)
 constexpr int kSteps = 1;
@@ -39,7 +45,12 @@ constexpr int kRowsAhead = 6;  // rows of queries and outputs are asked for ahea
 // Of a score in natural units, one standard deviation: it moves a weight by this fraction.
 constexpr float kMaxScoreError = 4e-3F;
 
-using TileChunk = StripChunkOf<kTileKeys>;
+// One strip against one chunk.
+struct TileChunk {
+  alignas(32) float scores[kStripRows][kTileKeys];  // before the factor
+  std::int32_t first_key[kLanes];                   // places that a row sees: [first_key, last_key)
+  std::int32_t last_key[kLanes];
+};
 
 struct Strip {
   StripState state;
@@ -262,6 +273,8 @@ void pack_values_int8(const std::uint8_t* const* rows, int count, int padded, in
   }
 }
 
+using PackedPair [[gnu::may_alias]] = std::int32_t;
+
 // A pair of a row times two vectors of pairs, added to their sums. In this order, and in no more registers than two
 // beside the sums and the columns: the compiler keeps some of 12 sums on the stack.
 inline void multiply_add(const std::int16_t* pair, __m256i column0, __m256i column1, __m256i& sum0, __m256i& sum1) {
@@ -274,7 +287,7 @@ inline void multiply_add(const std::int16_t* pair, __m256i column0, __m256i colu
       "vpaddd %[product], %[sum0], %[sum0]\n\t"
       "vpaddd %[row], %[sum1], %[sum1]"
       : [sum0] "+x"(sum0), [sum1] "+x"(sum1), [row] "=&x"(row), [product] "=&x"(product)
-      : [column0] "x"(column0), [column1] "x"(column1), [pair] "m"(*reinterpret_cast<const std::int32_t*>(pair)));
+      : [column0] "x"(column0), [column1] "x"(column1), [pair] "m"(*reinterpret_cast<const PackedPair*>(pair)));
 }
 
 // kRows rows of pairs, kStride values apart, against 16 columns of pairs, [pairs][16][2]; `finish(row, column / 8,
