@@ -30,7 +30,6 @@ namespace {
 constexpr int kChunk = 64;  // keys that one softmax update covers
 constexpr int kLanes = 8;   // rows of a strip share vectors of float32: at most 8
 constexpr int kMaxGroups = kMaxHeadDim / kKvGroup;
-constexpr int kWeight13 = 8192;  // 2^13: 8192 * 4095 * 64 < 2^31
 constexpr int kWeight15 = 32767;
 
 // Calls body with the constants 0 to kCount - 1. Unlike a loop that is unrolled later, arrays indexed by them become
@@ -265,12 +264,12 @@ struct StripChunk {
 // How weights leave the softmax.
 enum class Weights {
   kFloat,    // float32 in place of the scores, relative to the maximum so far
-  kFixed13,  // integers, relative to the chunk's maximum, times 2^13
   kFixed15,  // integers, relative to the chunk's maximum, times a row of factors for each group of D
 };
 
 // Scores become softcap * tanh(score / softcap), in units of log2(e): the factor is then 1.
-inline void apply_softcap(StripChunk& chunk, int num_rows, int num_vectors, const float* factor, float softcap) {
+template <typename Chunk>
+inline void apply_softcap(Chunk& chunk, int num_rows, int num_vectors, const float* factor, float softcap) {
   const __m256 limit = _mm256_set1_ps(126.0F);
   const __m256 cap = _mm256_set1_ps(softcap * kLog2E);
   for (int r = 0; r < num_rows; ++r) {
@@ -285,8 +284,7 @@ inline void apply_softcap(StripChunk& chunk, int num_rows, int num_vectors, cons
 }
 
 // Turns the scores of a chunk into weights and updates the state. `factor` (lane per row, >= 0) brings scores to units
-// of log2(e). About 20 instructions per 8 scores. With kFixed13 the integers are summed, so that the weights used are
-// the weights normalised by.
+// of log2(e). About 20 instructions per 8 scores.
 template <Weights kWeights, bool kMasked>
 [[gnu::noinline]] void softmax_chunk(StripState& state, StripChunk& chunk, int num_rows, int num_vectors,
                                      const float* factor, const float* value_factors, int num_groups) {
@@ -328,8 +326,6 @@ template <Weights kWeights, bool kMasked>
   alignas(32) float reference[kLanes];
   if constexpr (kWeights == Weights::kFloat) {
     _mm256_store_ps(reference, new_max);
-  } else if constexpr (kWeights == Weights::kFixed13) {
-    _mm256_store_ps(reference, _mm256_sub_ps(chunk_max, _mm256_set1_ps(13.0F)));
   } else {
     _mm256_store_ps(reference, chunk_max);
   }
@@ -347,21 +343,14 @@ template <Weights kWeights, bool kMasked>
       return p;
     };
     const auto store_integers = [&](int group, int i, __m256 low, __m256 high) __attribute__((always_inline)) {
-      const __m256i a = _mm256_cvtps_epi32(low);
-      const __m256i b = _mm256_cvtps_epi32(high);
+      const __m256i both = _mm256_packs_epi32(_mm256_cvtps_epi32(low), _mm256_cvtps_epi32(high));
       _mm256_store_si256(reinterpret_cast<__m256i*>(chunk.weights[group][r] + 8 * i),
-                         _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8));
-      return _mm256_add_epi32(a, b);
+                         _mm256_permute4x64_epi64(both, 0xd8));
     };
-    __m256i integer_sum = _mm256_setzero_si256();
     __m256 sum = _mm256_setzero_ps();
     for (int i = 0; i < num_vectors; i += 2) {
       const __m256 low = weight(i);
       const __m256 high = weight(i + 1);
-      if constexpr (kWeights == Weights::kFixed13) {
-        integer_sum = _mm256_add_epi32(integer_sum, store_integers(0, i, low, high));
-        continue;
-      }
       sum = _mm256_add_ps(sum, _mm256_add_ps(low, high));
       if constexpr (kWeights == Weights::kFloat) {
         _mm256_store_ps(chunk.scores[r] + 8 * i, low);
@@ -378,16 +367,12 @@ template <Weights kWeights, bool kMasked>
         }
       }
     }
-    row_vectors[r] = kWeights == Weights::kFixed13 ? _mm256_cvtepi32_ps(integer_sum) : sum;
+    row_vectors[r] = sum;
   }
-  __m256 scaled = new_factor;
-  if constexpr (kWeights == Weights::kFixed13) {
-    scaled = _mm256_mul_ps(new_factor, _mm256_set1_ps(1.0F / static_cast<float>(kWeight13)));
-  }
-  _mm256_store_ps(chunk.new_factor, scaled);
+  _mm256_store_ps(chunk.new_factor, new_factor);
   const __m256 sums = sum_of_each(row_vectors);
   _mm256_store_ps(state.weights,
-                  _mm256_fmadd_ps(_mm256_load_ps(state.weights), old_factor, _mm256_mul_ps(sums, scaled)));
+                  _mm256_fmadd_ps(_mm256_load_ps(state.weights), old_factor, _mm256_mul_ps(sums, new_factor)));
 }
 
 // Which places of the chunk [begin, begin + count) each row sees. Returns the places that any row sees, as [first,
@@ -398,7 +383,8 @@ struct Seen {
   bool masked;
 };
 
-inline Seen see(const std::int32_t* positions, int num_rows, int window, int begin, int count, StripChunk& chunk) {
+template <typename Chunk>
+inline Seen see(const std::int32_t* positions, int num_rows, int window, int begin, int count, Chunk& chunk) {
   Seen result{count, 0, false};
   for (int r = 0; r < num_rows; ++r) {
     const int end = positions[r] + 1 - begin;
@@ -465,22 +451,30 @@ inline void write_sums(KvCodec codec, const float* sums, int num_values, float f
   }
 }
 
-// Writes stacked row `stacked` (query row stacked / group, head stacked % group of the item's) to where it belongs.
-inline void write_row(const AttentionShape& shape, const AttentionItem& item, const AttentionRows& rows, int stacked,
-                      const float* sums, float maximum, float weights) {
-  const int head_dim = shape.layout.head_dim;
+// Where stacked row `stacked` (query row stacked / group, head stacked % group of the item's) belongs.
+inline float* out_row(const AttentionShape& shape, const AttentionItem& item, const AttentionRows& rows, int stacked) {
   const int group = shape.num_heads / shape.layout.num_kv_heads;
   const int i = stacked / group;
   const int head = item.kv_head * group + stacked % group;
+  const int head_dim = shape.layout.head_dim;
   if (item.partial_sums == nullptr) {
-    float* const out = rows.out + item.rows[i] * rows.out_stride + static_cast<std::ptrdiff_t>(head) * head_dim;
-    write_sums(shape.layout.codec, sums, head_dim, 1.0F / weights, out);
+    return rows.out + item.rows[i] * rows.out_stride + static_cast<std::ptrdiff_t>(head) * head_dim;
+  }
+  return item.partial_sums + (static_cast<std::ptrdiff_t>(i) * shape.num_heads + head) * head_dim;
+}
+
+// Writes a stacked row to where it belongs.
+inline void write_row(const AttentionShape& shape, const AttentionItem& item, const AttentionRows& rows, int stacked,
+                      const float* sums, float maximum, float weights) {
+  float* const out = out_row(shape, item, rows, stacked);
+  if (item.partial_sums == nullptr) {
+    write_sums(shape.layout.codec, sums, shape.layout.head_dim, 1.0F / weights, out);
     return;
   }
-  const std::ptrdiff_t result = static_cast<std::ptrdiff_t>(i) * shape.num_heads + head;
+  const std::ptrdiff_t result = (out - item.partial_sums) / shape.layout.head_dim;
   item.partial_weights[2 * result] = maximum;
   item.partial_weights[2 * result + 1] = weights;
-  write_sums(shape.layout.codec, sums, head_dim, 1.0F, item.partial_sums + result * head_dim);
+  write_sums(shape.layout.codec, sums, shape.layout.head_dim, 1.0F, out);
 }
 
 inline const float* query_row(const AttentionShape& shape, const AttentionItem& item, const AttentionRows& rows,

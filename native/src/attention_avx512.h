@@ -107,6 +107,15 @@ struct StripChunk {
   std::int32_t last_key[kLanes];
 };
 
+constexpr int kWeight13 = 8192;  // 2^13: 8192 * 4095 * 64 < 2^31
+
+// How weights leave the softmax.
+enum class Weights {
+  kFloat,    // float32 in place of the scores, relative to the maximum so far
+  kFixed13,  // integers, relative to the chunk's maximum, times 2^13
+  kFixed15,  // integers, relative to the chunk's maximum, times a row of factors for each group of D
+};
+
 // Scores become softcap * tanh(score / softcap), in units of log2(e): the factor is then 1.
 inline void apply_softcap(StripChunk& chunk, int num_rows, int num_vectors, const float* factor, float softcap) {
   const __m512 one = _mm512_set1_ps(1.0F);

@@ -1,21 +1,26 @@
 // Attention of many stacked rows on AVX2: fixed-point tiles.
 //
-// A tile of up to 64 keys is packed once for all the rows of the item: K as pairs of values [key / 16][d / 2][16][2], V
-// as pairs of keys [d / 16][key / 2][16][2], both int16, 8 KiB each at D = 64. The rows are quantised once, in strips
-// of 6; a strip's rows, scores, weights and sums stay in the first-level cache beside the tile. Products are vpmaddwd:
-// 32 operations in an instruction where an FMA has 16, and one more to add them up; 12 sums of 8 int32 in registers.
+// A tile of up to 128 keys (int8 with D up to 64) or 64 is packed once for all the rows of the item: K as pairs of
+// values [key / 16][d / 2][16][2], V as pairs of keys [d / 16][key / 2][16][2], of 16 keys those 8 apart; both int16,
+// 16 KiB each at D = 64. The rows are quantised once, in strips of 6. All strips are weighed (scores and softmax), then
+// values are added to all of them, so that the first-level cache holds K or V beside what a strip needs. Products are
+// vpmaddwd: 32 operations in an instruction where an FMA has 16, and one more to add them up; 12 sums of 8 int32 in
+// registers.
 //
 //   codec    rows        K                              V                            weights
 //   raw16    limit 8191  limit 4095, a scale for each   limit 4095, a scale for      limit 2^13, relative to the
 //                        key and 64 values              each value and tile          tile's maximum
 //   int8     limit 32767 its codes and scales           its codes                    limit 32767, times V's scale
 //
-// No sum overflows: 8191 * 4095 * 64, 8192 * 4095 * 64 and 32767 * 127 * 64 are below 2^31. Scores, the softmax and the
-// running sums are float32. A raw16 tile whose keys are so large that rounding them would move a score by more than
-// kMaxScoreError has its scores computed in float32 (a few outlier values per key, as some models have).
+// No sum overflows: 8191 * 4095 * 64, 8192 * 4095 * 64, 32767 * 127 * 64 and 32767 * 127 * 128 are below 2^31. Scores,
+// the softmax and the running sums are float32. A raw16 tile whose keys are so large that rounding them would move a
+// score by more than kMaxScoreError has its scores computed in float32 (a few outlier values per key, as some models
+// have).
 //
-// Memory: K and V are read once for the item, all of them by 64-byte lines; rows and sums of the item (100 KiB at 192
-// rows of 64) stream from the second-level cache once per tile.
+// Memory: K and V are read once for the item, all of them by 64-byte lines that are asked for while the tile before is
+// worked on; rows, weights and sums of the item (120 KiB at 192 rows of 64) stream from the second-level cache once per
+// tile. In the first-level cache, products take 1.0 to 1.1 of what they take on registers alone; beside them a strip and
+// 64 keys of int8 take 0.37 of that for the softmax, and the tile 0.9 for packing.
 
 #include "attention_avx2.h"
 
@@ -27,31 +32,46 @@ constexpr int kQueryLimit13 = 8191;
 constexpr int kQueryLimit15 = 32767;
 constexpr int kKeyLimit = 4095;
 constexpr int kValueLimit = 4095;
+constexpr int kWeight13 = 8192;  // 2^13
 // Steps of a product in a row. Checks of every access would make the compiler take minutes over more than one.
 #if defined(__SANITIZE_ADDRESS__)
 constexpr int kSteps = 1;
 #else
 constexpr int kSteps = 4;
 #endif
+constexpr int kTileKeys = 128;  // at most
+constexpr int kLine = 64;
+constexpr int kRowsAhead = 6;  // rows of queries and outputs are asked for ahead
 // Of a score in natural units, one standard deviation: it moves a weight by this fraction.
 constexpr float kMaxScoreError = 4e-3F;
 
+// One strip against one chunk.
+struct TileChunk {
+  alignas(32) float scores[kStripRows][kTileKeys];  // before the factor
+  std::int32_t first_key[kLanes];                   // places that a row sees: [first_key, last_key)
+  std::int32_t last_key[kLanes];
+};
+
 struct Strip {
   StripState state;
-  alignas(32) float factor[kLanes];  // integer scores (times the key's scale) to units of log2(e)
+  alignas(32) float factor[kLanes];      // integer scores (times the key's scale) to units of log2(e)
+  alignas(32) float old_factor[kLanes];  // multiplies the sums so far
+  alignas(32) float new_factor[kLanes];  // multiplies the sums of this chunk
+  int num_keys;                          // of this chunk: up to the last one that a row sees
 };
 
 struct Buffers {
-  std::int16_t* queries;  // (rows, padded)
+  std::int16_t* queries;  // (strips, groups, 6, 64)
   float* float_queries;   // (rows, padded), filled when a tile needs it
   float* sums;            // (rows, padded), blocks of 16: raw16's even values, then the odd ones
   Strip* strips;
   std::int32_t* positions;  // of each stacked row
   std::int16_t* keys;       // the tile; float32 [key / 16][d][16] where needed
   std::int16_t* values;
-  float* key_scales;     // (groups, 64)
-  float* value_scales;   // (padded), in the order of sums
-  float* value_factors;  // (groups, 64)
+  std::int16_t* weights;  // (strips, groups, 6, kTileKeys)
+  float* key_scales;      // (groups, kTileKeys)
+  float* value_scales;    // raw16: (padded), in the order of sums; int8: of each group
+  float* value_factors;   // (groups, kTileKeys)
   std::uint8_t* padded_rows;
 };
 
@@ -59,16 +79,18 @@ Buffers divide(Scratch& scratch, int num_rows, int padded) {
   const auto rows = static_cast<std::size_t>(num_rows);
   const auto width = static_cast<std::size_t>(padded);
   Buffers b{};
-  b.queries = scratch.take<std::int16_t>(rows * width);
+  const std::size_t strips = ceil_div(rows, std::size_t{kStripRows});
+  b.queries = scratch.take<std::int16_t>(strips * kStripRows * round_up(width, std::size_t{kKvGroup}));
   b.float_queries = scratch.take<float>(rows * width);
   b.sums = scratch.take<float>(rows * width);
-  b.strips = scratch.take<Strip>(ceil_div(rows, std::size_t{kStripRows}));
+  b.strips = scratch.take<Strip>(strips);
   b.positions = scratch.take<std::int32_t>(rows);
-  b.keys = scratch.take<std::int16_t>(2 * kChunk * width);
-  b.values = scratch.take<std::int16_t>(kChunk * width);
-  b.key_scales = scratch.take<float>(kMaxGroups * kChunk);
+  b.keys = scratch.take<std::int16_t>(2 * kTileKeys * width);
+  b.values = scratch.take<std::int16_t>(kTileKeys * width);
+  b.weights = scratch.take<std::int16_t>(strips * ceil_div(width, std::size_t{kKvGroup}) * kStripRows * kTileKeys);
+  b.key_scales = scratch.take<float>(kMaxGroups * kTileKeys);
   b.value_scales = scratch.take<float>(kMaxHeadDim);
-  b.value_factors = scratch.take<float>(kMaxGroups * kChunk);
+  b.value_factors = scratch.take<float>(kMaxGroups * kTileKeys);
   b.padded_rows = scratch.take<std::uint8_t>(kChunk * 2 * width);
   return b;
 }
@@ -127,7 +149,7 @@ float scale_keys(const std::uint8_t* const* rows, int count, int padded, float* 
       const float maximum = largest_bf16(most);
       largest = maximum > largest ? maximum : largest;
       largest = maximum == maximum ? largest : __builtin_inff();
-      scales[group * kChunk + key] = maximum / static_cast<float>(kKeyLimit);
+      scales[group * kTileKeys + key] = maximum / static_cast<float>(kKeyLimit);
     }
   }
   return largest;
@@ -138,7 +160,7 @@ void pack_keys_raw16(const std::uint8_t* const* rows, int count, int padded, con
   for (int first = 0; first < count; first += 8) {
     std::int16_t* const block = keys + (static_cast<std::ptrdiff_t>(first / 16) * pairs * 16 + first % 16) * 2;
     for (int d = 0; d < padded; d += 16) {
-      const float* const group_scales = scales + d / kKvGroup * kChunk + first;
+      const float* const group_scales = scales + d / kKvGroup * kTileKeys + first;
       __m256i x[8];
 #pragma GCC unroll 8
       for (int i = 0; i < 8; ++i) {
@@ -179,6 +201,7 @@ void pack_keys_float(const std::uint8_t* const* rows, int count, int padded, flo
   }
 }
 
+// The pairs of 16 keys: keys i and i + 8, as weights are stored.
 void pack_values_raw16(const std::uint8_t* const* rows, int count, int padded, float* scales, std::int16_t* values) {
   const __m256i magnitude = _mm256_set1_epi16(0x7fff);
   const __m256 limit = _mm256_set1_ps(static_cast<float>(kValueLimit));
@@ -197,11 +220,12 @@ void pack_values_raw16(const std::uint8_t* const* rows, int count, int padded, f
     even_inverse = _mm256_and_ps(_mm256_div_ps(limit, even_inverse), _mm256_cmp_ps(even_inverse, zero, _CMP_NEQ_OQ));
     odd_inverse = _mm256_and_ps(_mm256_div_ps(limit, odd_inverse), _mm256_cmp_ps(odd_inverse, zero, _CMP_NEQ_OQ));
     std::int16_t* to = values + static_cast<std::ptrdiff_t>(d / 16) * (kChunk / 2) * 32;
-    for (int key = 0; key < count; key += 2, to += 32) {
+    for (int pair = 0; pair < count / 2; ++pair, to += 32) {
+      const int key = pair + (pair & ~7);
       __m256 even[2];
       __m256 odd[2];
       widen(load(rows[key] + 2 * d), even[0], odd[0]);
-      widen(load(rows[key + 1] + 2 * d), even[1], odd[1]);
+      widen(load(rows[key + 8] + 2 * d), even[1], odd[1]);
       store(to, join(_mm256_cvtps_epi32(_mm256_mul_ps(even[0], even_inverse)),
                      _mm256_cvtps_epi32(_mm256_mul_ps(even[1], even_inverse))));
       store(to + 16, join(_mm256_cvtps_epi32(_mm256_mul_ps(odd[0], odd_inverse)),
@@ -233,50 +257,62 @@ void pack_keys_int8(const std::uint8_t* const* rows, int count, int padded, std:
   }
 }
 
-void pack_values_int8(const std::uint8_t* const* rows, int count, int padded, std::int16_t* values) {
-  for (int d = 0; d < padded; d += 16) {
-    std::int16_t* to = values + static_cast<std::ptrdiff_t>(d / 16) * (kChunk / 2) * 32;
-    for (int key = 0; key < count; key += 2, to += 32) {
-      __m256i first;
-      __m256i last;
-      pair_codes(rows[key] + d, rows[key + 1] + d, first, last);
-      store(to, first);
-      store(to + 16, last);
+// `keys` is how many the tile has room for. Of 16 values the sums are in this order: 0 to 3, 8 to 11, 4 to 7, 12 to 15.
+void pack_values_int8(const std::uint8_t* const* rows, int count, int padded, int keys, std::int16_t* values) {
+  for (int first = 0; first < count; first += 16) {
+    for (int d = 0; d < padded; d += 16) {
+      std::int16_t* const to = values + static_cast<std::ptrdiff_t>(d) * keys + first * 16;
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) {
+        const __m256i one = load_codes(rows[first + i] + d);
+        const __m256i two = load_codes(rows[first + i + 8] + d);
+        store(to + i * 32, _mm256_unpacklo_epi16(one, two));
+        store(to + i * 32 + 16, _mm256_unpackhi_epi16(one, two));
+      }
     }
   }
 }
 
-// kRows rows of pairs against 16 columns of pairs, [pairs][16][2]; `finish(row, column / 8, sums)` takes the sums. Each
-// step loads 2 vectors and broadcasts kRows pairs for 2 * kRows products; the sums stay in registers. The number of
-// pairs is a multiple of kSteps.
-template <int kRows, typename Finish>
-[[gnu::always_inline]] inline void multiply(const std::int16_t* rows, std::ptrdiff_t stride,
-                                            const std::int16_t* columns, int pairs, Finish&& finish) {
+using PackedPair [[gnu::may_alias]] = std::int32_t;
+
+// A pair of a row times two vectors of pairs, added to their sums. In this order, and in no more registers than two
+// beside the sums and the columns: the compiler keeps some of 12 sums on the stack.
+inline void multiply_add(const std::int16_t* pair, __m256i column0, __m256i column1, __m256i& sum0, __m256i& sum1) {
+  __m256i row;
+  __m256i product;
+  asm volatile(
+      "vpbroadcastd %[pair], %[row]\n\t"
+      "vpmaddwd %[column0], %[row], %[product]\n\t"
+      "vpmaddwd %[column1], %[row], %[row]\n\t"
+      "vpaddd %[product], %[sum0], %[sum0]\n\t"
+      "vpaddd %[row], %[sum1], %[sum1]"
+      : [sum0] "+x"(sum0), [sum1] "+x"(sum1), [row] "=&x"(row), [product] "=&x"(product)
+      : [column0] "x"(column0), [column1] "x"(column1), [pair] "m"(*reinterpret_cast<const PackedPair*>(pair)));
+}
+
+// kRows rows of pairs, kStride values apart, against 16 columns of pairs, [pairs][16][2]; `finish(row, column / 8,
+// sums)` takes the sums. Each step loads 2 vectors and broadcasts kRows pairs for 2 * kRows products; the sums stay in
+// registers. The number of pairs is a multiple of kSteps.
+template <int kRows, int kStride, typename Finish>
+[[gnu::always_inline]] inline void multiply(const std::int16_t* rows, const std::int16_t* columns, int pairs,
+                                            Finish&& finish) {
   __m256i sums[kRows][2];
-  const auto step = [&](int p, auto is_first) __attribute__((always_inline)) {
-    const __m256i c0 = load(columns + p * 32);
-    const __m256i c1 = load(columns + p * 32 + 16);
-    unroll<kRows>([&](auto r) __attribute__((always_inline)) {
-      std::int32_t pair;
-      __builtin_memcpy(&pair, rows + r() * stride + 2 * p, sizeof(pair));
-      const __m256i b = _mm256_set1_epi32(pair);
-      if constexpr (is_first()) {
-        sums[r()][0] = _mm256_madd_epi16(b, c0);
-        sums[r()][1] = _mm256_madd_epi16(b, c1);
-      } else {
-        add_in_place(sums[r()][0], _mm256_madd_epi16(b, c0));
-        add_in_place(sums[r()][1], _mm256_madd_epi16(b, c1));
-      }
+  unroll<kRows>([&](auto r) __attribute__((always_inline)) {
+    sums[r()][0] = _mm256_setzero_si256();
+    sums[r()][1] = _mm256_setzero_si256();
+  });
+  for (int p = 0; p < pairs; p += kSteps) {
+    unroll<kSteps>([&](auto i) __attribute__((always_inline)) {
+      const __m256i column0 = load(columns + (p + i()) * 32);
+      const __m256i column1 = load(columns + (p + i()) * 32 + 16);
+      unroll<kRows>([&](auto r) __attribute__((always_inline)) {
+        multiply_add(rows + r() * kStride + 2 * (p + i()), column0, column1, sums[r()][0], sums[r()][1]);
+      });
     });
-  };
-  step(0, std::true_type{});
-  unroll<kSteps - 1>([&](auto i) __attribute__((always_inline)) { step(1 + i(), std::false_type{}); });
-  for (int p = kSteps; p < pairs; p += kSteps) {
-    unroll<kSteps>([&](auto i) __attribute__((always_inline)) { step(p + i(), std::false_type{}); });
   }
   unroll<kRows>([&](auto r) __attribute__((always_inline)) {
-    finish(r(), 0, sums[r()][0]);
-    finish(r(), 1, sums[r()][1]);
+    finish(r, 0, sums[r()][0]);
+    finish(r, 1, sums[r()][1]);
   });
 }
 
@@ -311,6 +347,7 @@ inline void multiply(const float* rows, std::ptrdiff_t stride, const float* colu
 struct Tile {
   int padded;
   int num_groups;
+  int keys;  // in a chunk
   bool is_int8;
   bool in_float;  // scores from float32 keys
   float softcap;
@@ -318,9 +355,19 @@ struct Tile {
 };
 
 template <int kRows>
-void score_strip(const Tile& tile, int first_row, int num_keys, StripChunk& chunk) {
+void score_strip(const Tile& tile, int first_row, int num_keys, TileChunk& chunk) {
   const Buffers& b = *tile.buffers;
   const std::ptrdiff_t padded = tile.padded;
+  if (!tile.in_float && tile.padded == kKvGroup) {
+    const std::int16_t* const rows = b.queries + first_row * kKvGroup;
+    for (int key = 0; key < num_keys; key += 16) {
+      multiply<kRows, kKvGroup>(rows, b.keys + key * kKvGroup, kKvGroup / 2, [&](int r, int c, __m256i sums) {
+        _mm256_store_ps(&chunk.scores[r][key + 8 * c],
+                        _mm256_mul_ps(_mm256_cvtepi32_ps(sums), _mm256_load_ps(b.key_scales + key + 8 * c)));
+      });
+    }
+    return;
+  }
   for (int key = 0; key < num_keys; key += 16) {
     if (tile.in_float) {
       multiply<kRows>(b.float_queries + first_row * padded, padded,
@@ -331,102 +378,253 @@ void score_strip(const Tile& tile, int first_row, int num_keys, StripChunk& chun
     for (int group = 0; group < tile.num_groups; ++group) {
       const int d = group * kKvGroup;
       const int width = tile.padded - d < kKvGroup ? tile.padded - d : kKvGroup;
-      const float* const scales = b.key_scales + group * kChunk + key;
-      const __m256 scale[2] = {_mm256_load_ps(scales), _mm256_load_ps(scales + 8)};
-      const std::int16_t* const rows = b.queries + first_row * padded + d;
+      const float* const scales = b.key_scales + group * kTileKeys + key;
+      const std::int16_t* const rows = b.queries + (first_row * tile.num_groups + group * kStripRows) * kKvGroup;
       const std::int16_t* const columns = b.keys + key * padded + d * 16;
       if (group == 0) {
-        multiply<kRows>(rows, padded, columns, width / 2, [&](int r, int c, __m256i sums) {
-          _mm256_store_ps(&chunk.scores[r][key + 8 * c], _mm256_mul_ps(_mm256_cvtepi32_ps(sums), scale[c]));
+        multiply<kRows, kKvGroup>(rows, columns, width / 2, [&](int r, int c, __m256i sums) {
+          _mm256_store_ps(&chunk.scores[r][key + 8 * c],
+                          _mm256_mul_ps(_mm256_cvtepi32_ps(sums), _mm256_load_ps(scales + 8 * c)));
         });
       } else {
-        multiply<kRows>(rows, padded, columns, width / 2, [&](int r, int c, __m256i sums) {
+        multiply<kRows, kKvGroup>(rows, columns, width / 2, [&](int r, int c, __m256i sums) {
           float* const score = &chunk.scores[r][key + 8 * c];
-          _mm256_store_ps(score, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums), scale[c], _mm256_load_ps(score)));
+          _mm256_store_ps(
+              score, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums), _mm256_load_ps(scales + 8 * c), _mm256_load_ps(score)));
         });
       }
     }
   }
 }
 
-template <int kRows>
-void add_values(const Tile& tile, int first_row, int num_keys, const StripChunk& chunk) {
+// Turns the scores of a chunk into weights and updates the state, as softmax_chunk does: 18 instructions per 8 scores.
+// The weights of 16 keys are stored in pairs: of keys i and i + 8.
+template <bool kIsInt8, bool kMasked>
+[[gnu::noinline]] void softmax_strip(Strip& strip, TileChunk& chunk, std::int16_t* weights, int num_rows,
+                                     int num_vectors, const float* factor, const float* value_factors, int num_groups) {
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const auto seen = [&](int r, int i) {
+    const __m256i place = _mm256_add_epi32(lane, _mm256_set1_epi32(8 * i));
+    return _mm256_castsi256_ps(_mm256_andnot_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(chunk.first_key[r]), place),
+                                                   _mm256_cmpgt_epi32(_mm256_set1_epi32(chunk.last_key[r]), place)));
+  };
+  __m256 row_vectors[kLanes];
+  unroll<kLanes>([&](auto r) __attribute__((always_inline)) { row_vectors[r()] = _mm256_set1_ps(kNoScore); });
+  for (int r = 0; r < num_rows; ++r) {
+    __m256 largest[2] = {_mm256_set1_ps(kNoScore), _mm256_set1_ps(kNoScore)};
+    for (int i = 0; i < num_vectors; i += 2) {
+      unroll<2>([&](auto j) __attribute__((always_inline)) {
+        __m256 score = _mm256_load_ps(chunk.scores[r] + 8 * (i + j()));
+        if constexpr (kMasked) {
+          score = _mm256_blendv_ps(_mm256_set1_ps(kNoScore), score, seen(r, i + j()));
+        }
+        largest[j()] = _mm256_max_ps(largest[j()], score);
+      });
+    }
+    row_vectors[r] = _mm256_max_ps(largest[0], largest[1]);
+  }
+  const __m256 chunk_max = _mm256_mul_ps(max_of_each(row_vectors), _mm256_load_ps(factor));
+  const __m256 old_max = _mm256_load_ps(strip.state.maxima);
+  const __m256 new_max = _mm256_max_ps(old_max, chunk_max);
+  alignas(32) float reference[kLanes];
+  _mm256_store_ps(reference, kIsInt8 ? chunk_max : _mm256_sub_ps(chunk_max, _mm256_set1_ps(13.0F)));
+  _mm256_store_ps(strip.state.maxima, new_max);
+  const __m256 old_factor = exp2_ps<5>(_mm256_sub_ps(old_max, new_max));
+  __m256 new_factor = exp2_ps<5>(_mm256_sub_ps(chunk_max, new_max));
+  if constexpr (!kIsInt8) {
+    new_factor = _mm256_mul_ps(new_factor, _mm256_set1_ps(1.0F / static_cast<float>(kWeight13)));
+  }
+  _mm256_store_ps(strip.old_factor, old_factor);
+  _mm256_store_ps(strip.new_factor, new_factor);
+  // Adding it leaves an integer below 2^15 in the low 16 bits.
+  const __m256 magic = _mm256_set1_ps(12582912.0F);
+  unroll<kLanes>([&](auto r) __attribute__((always_inline)) { row_vectors[r()] = _mm256_setzero_ps(); });
+  for (int r = 0; r < num_rows; ++r) {
+    const __m256 scale = _mm256_set1_ps(factor[r]);
+    const __m256 subtract = _mm256_set1_ps(reference[r]);
+    const auto weight = [&](int i) __attribute__((always_inline)) {
+      __m256 p = exp2_ps<4>(_mm256_fmsub_ps(_mm256_load_ps(chunk.scores[r] + 8 * i), scale, subtract));
+      if constexpr (kMasked) {
+        p = _mm256_and_ps(p, seen(r, i));
+      }
+      return p;
+    };
+    __m256 sum = _mm256_setzero_ps();
+    for (int i = 0; i < num_vectors; i += 2) {
+      const __m256 low = weight(i);
+      const __m256 high = weight(i + 1);
+      const auto store_pairs = [&](int group, __m256 a, __m256 b) __attribute__((always_inline)) {
+        store(weights + (group * kStripRows + r) * kTileKeys + 8 * i,
+              join(_mm256_castps_si256(a), _mm256_castps_si256(b)));
+      };
+      if constexpr (kIsInt8) {
+        sum = _mm256_add_ps(sum, _mm256_add_ps(low, high));
+        const auto store_group = [&](int g) __attribute__((always_inline)) {
+          const float* const factors = value_factors + g * kTileKeys + 8 * i;
+          store_pairs(g, _mm256_fmadd_ps(low, _mm256_load_ps(factors), magic),
+                      _mm256_fmadd_ps(high, _mm256_load_ps(factors + 8), magic));
+        };
+        store_group(0);
+        for (int g = 1; g < num_groups; ++g) {
+          store_group(g);
+        }
+      } else {
+        // The rounded weights are summed, so that those used are those normalised by.
+        const __m256 a = _mm256_add_ps(low, magic);
+        const __m256 b = _mm256_add_ps(high, magic);
+        store_pairs(0, a, b);
+        sum = _mm256_add_ps(sum, _mm256_add_ps(_mm256_sub_ps(a, magic), _mm256_sub_ps(b, magic)));
+      }
+    }
+    row_vectors[r] = sum;
+  }
+  const __m256 sums = sum_of_each(row_vectors);
+  _mm256_store_ps(strip.state.weights,
+                  _mm256_fmadd_ps(_mm256_load_ps(strip.state.weights), old_factor, _mm256_mul_ps(sums, new_factor)));
+}
+
+template <int kRows, bool kIsInt8>
+void add_values(const Tile& tile, int first_row, const Strip& strip) {
   const Buffers& b = *tile.buffers;
   const std::ptrdiff_t padded = tile.padded;
+  alignas(32) float new_factor[kLanes];
   for (int d = 0; d < tile.padded; d += 16) {
-    const __m256 scale[2] = {_mm256_load_ps(b.value_scales + d), _mm256_load_ps(b.value_scales + d + 8)};
+    const int group = kIsInt8 ? d / kKvGroup : 0;
+    if (d % kKvGroup == 0) {
+      const __m256 scale = _mm256_set1_ps(kIsInt8 ? b.value_scales[group] : 1.0F);
+      _mm256_store_ps(new_factor, _mm256_mul_ps(_mm256_load_ps(strip.new_factor), scale));
+    }
     float* const sums_so_far = b.sums + first_row * padded + d;
-    multiply<kRows>(&chunk.weights[tile.is_int8 ? d / kKvGroup : 0][0][0], kChunk, b.values + d * kChunk, num_keys / 2,
-                    [&](int r, int c, __m256i sums) {
-                      float* const sum = sums_so_far + r * padded + 8 * c;
-                      const __m256 added = _mm256_mul_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(sums), scale[c]),
-                                                         _mm256_broadcast_ss(&chunk.new_factor[r]));
-                      _mm256_store_ps(
-                          sum, _mm256_fmadd_ps(_mm256_load_ps(sum), _mm256_broadcast_ss(&chunk.old_factor[r]), added));
-                    });
+    const float* const scales = b.value_scales + d;
+    multiply<kRows, kTileKeys>(
+        b.weights + (first_row * tile.num_groups + group * kStripRows) * kTileKeys,
+        b.values + static_cast<std::ptrdiff_t>(d) * tile.keys, strip.num_keys / 2, [&](int r, int c, __m256i sums) {
+          float* const sum = sums_so_far + r * padded + 8 * c;
+          __m256 added = _mm256_cvtepi32_ps(sums);
+          if constexpr (!kIsInt8) {
+            added = _mm256_mul_ps(added, _mm256_load_ps(scales + 8 * c));
+          }
+          const __m256 kept = _mm256_mul_ps(_mm256_broadcast_ss(&strip.old_factor[r]), _mm256_load_ps(sum));
+          _mm256_store_ps(sum, _mm256_fmadd_ps(added, _mm256_broadcast_ss(&new_factor[r]), kept));
+        });
   }
 }
 
 template <int kRows>
-void run_strip(const Tile& tile, int first_row, int num_keys, bool masked, const float* factor, StripState& state,
-               StripChunk& chunk) {
+void weigh_strip(const Tile& tile, int first_row, bool masked, const float* factor, Strip& strip, TileChunk& chunk) {
   const Buffers& b = *tile.buffers;
-  score_strip<kRows>(tile, first_row, num_keys, chunk);
+  score_strip<kRows>(tile, first_row, strip.num_keys, chunk);
   alignas(32) float ones[kLanes];
   if (tile.softcap > 0.0F) {
-    apply_softcap(chunk, kRows, num_keys / 8, factor, tile.softcap);
+    apply_softcap(chunk, kRows, strip.num_keys / 8, factor, tile.softcap);
     const __m256 given = _mm256_load_ps(factor);
     const __m256 is_nan = _mm256_cmp_ps(given, given, _CMP_UNORD_Q);
     _mm256_store_ps(ones, _mm256_blendv_ps(_mm256_set1_ps(1.0F), given, is_nan));
     factor = ones;
   }
-  if (tile.is_int8) {
-    if (masked) {
-      softmax_chunk<Weights::kFixed15, true>(state, chunk, kRows, num_keys / 8, factor, b.value_factors,
-                                             tile.num_groups);
-    } else {
-      softmax_chunk<Weights::kFixed15, false>(state, chunk, kRows, num_keys / 8, factor, b.value_factors,
-                                              tile.num_groups);
-    }
-  } else if (masked) {
-    softmax_chunk<Weights::kFixed13, true>(state, chunk, kRows, num_keys / 8, factor, nullptr, 1);
-  } else {
-    softmax_chunk<Weights::kFixed13, false>(state, chunk, kRows, num_keys / 8, factor, nullptr, 1);
-  }
-  add_values<kRows>(tile, first_row, num_keys, chunk);
+  const auto softmax = tile.is_int8 ? (masked ? softmax_strip<true, true> : softmax_strip<true, false>)
+                                    : (masked ? softmax_strip<false, true> : softmax_strip<false, false>);
+  softmax(strip, chunk, b.weights + first_row * tile.num_groups * kTileKeys, kRows, strip.num_keys / 8, factor,
+          b.value_factors, tile.num_groups);
 }
 
-using RunStrip = void (*)(const Tile&, int, int, bool, const float*, StripState&, StripChunk&);
-constexpr RunStrip kRunStrip[kStripRows + 1] = {nullptr,      run_strip<1>, run_strip<2>, run_strip<3>,
-                                                run_strip<4>, run_strip<5>, run_strip<6>};
+// By the number of rows.
+struct StripKernels {
+  void (*weigh)(const Tile&, int, bool, const float*, Strip&, TileChunk&);
+  void (*add_int8)(const Tile&, int, const Strip&);
+  void (*add_raw16)(const Tile&, int, const Strip&);
+};
 
-// Quantises a row of queries; returns its scale. `norm` becomes the sum of squares, `largest` the largest value.
-float quantise_query(const float* x, int head_dim, int padded, int limit, std::int16_t* out, float& norm,
-                     float& largest) {
+template <int kRows>
+constexpr StripKernels kKernelsOf{weigh_strip<kRows>, add_values<kRows, true>, add_values<kRows, false>};
+constexpr StripKernels kStripKernels[kStripRows + 1] = {{nullptr, nullptr, nullptr},
+                                                        kKernelsOf<1>,
+                                                        kKernelsOf<2>,
+                                                        kKernelsOf<3>,
+                                                        kKernelsOf<4>,
+                                                        kKernelsOf<5>,
+                                                        kKernelsOf<6>};
+
+// A chunk of keys, in halves of 64.
+struct TileRows {
+  ChunkRows halves[kTileKeys / kChunk];
+  int count = 0;
+
+  void locate(const KvLayout& layout, const AttentionItem& item, const KvLayer& layer, int begin, int keys) {
+    count = item.key_end - begin < keys ? item.key_end - begin : keys;
+    for (int half = 0; half * kChunk < count; ++half) {
+      const int stop = (half + 1) * kChunk < count ? (half + 1) * kChunk : count;
+      locate_rows<false>(layout, item, layer, begin + half * kChunk, begin + stop, halves[half]);
+    }
+  }
+};
+
+// Asks for the lines of a chunk, part by part: asked for at once they fill all buffers of lines.
+class RowsAhead {
+ public:
+  RowsAhead(const TileRows& rows, int row_bytes, int num_parts)
+      : rows_(rows), lines_(row_bytes / kLine > 1 ? row_bytes / kLine : 1), share_(ceil_div(rows.count, num_parts)) {}
+
+  void ask() {
+    const int stop = at_ + share_ < rows_.count ? at_ + share_ : rows_.count;
+    for (; at_ < stop; ++at_) {
+      const ChunkRows& half = rows_.halves[at_ / kChunk];
+      const auto* const k = reinterpret_cast<const char*>(half.k[at_ % kChunk]);
+      const auto* const v = reinterpret_cast<const char*>(half.v[at_ % kChunk]);
+      for (int line = 0; line < lines_; ++line) {
+        _mm_prefetch(k + line * kLine, _MM_HINT_T0);
+        _mm_prefetch(v + line * kLine, _MM_HINT_T0);
+      }
+    }
+  }
+
+ private:
+  const TileRows& rows_;
+  int lines_;  // of a row: rows are one behind the other, so that the bytes left over are in the next one's
+  int share_;
+  int at_ = 0;
+};
+
+// Lane 0 of the result: the largest of the lanes, or their sum.
+template <typename Combine>
+inline float reduce(__m256 x, Combine&& combine) {
+  __m128 half = combine(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  half = combine(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(combine(half, _mm_movehdup_ps(half)));
+}
+
+inline __m256 magnitude(__m256 x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0F), x); }
+
+// Quantises a row of queries into a strip; returns its scale.
+float quantise_query(const float* x, int head_dim, int padded, int limit, std::int16_t* out) {
   __m256 most = _mm256_setzero_ps();
-  __m256 squares = _mm256_setzero_ps();
   for (int d = 0; d < head_dim; d += 8) {
-    const __m256 value = _mm256_loadu_ps(x + d);
-    most = _mm256_max_ps(most, _mm256_andnot_ps(_mm256_set1_ps(-0.0F), value));
-    squares = _mm256_fmadd_ps(value, value, squares);
+    // In this order: where either is NaN the second is the result.
+    most = _mm256_max_ps(most, magnitude(_mm256_loadu_ps(x + d)));
   }
-  alignas(32) float lanes[16];
-  _mm256_store_ps(lanes, most);
-  _mm256_store_ps(lanes + 8, squares);
-  largest = 0.0F;
-  norm = 0.0F;
-  for (int i = 0; i < 8; ++i) {
-    largest = lanes[i] > largest ? lanes[i] : largest;
-    norm += lanes[8 + i];
-  }
+  const float largest = reduce(most, [](__m128 a, __m128 b) { return _mm_max_ps(a, b); });
   const __m256 inverse = _mm256_set1_ps(largest > 0.0F ? static_cast<float>(limit) / largest : 0.0F);
   for (int d = 0; d < padded; d += 8) {
     const __m256i codes =
         d < head_dim ? _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + d), inverse)) : _mm256_setzero_si256();
-    _mm_store_si128(reinterpret_cast<__m128i*>(out + d),
+    _mm_store_si128(reinterpret_cast<__m128i*>(out + d / kKvGroup * kStripRows * kKvGroup + d % kKvGroup),
                     _mm_packs_epi32(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1)));
   }
   return largest / static_cast<float>(limit);
+}
+
+// The error of a score of raw16 is at most about this times the largest value of K: rounding of K weighed by the row's
+// norm, rounding of the row weighed by a norm of K of half its possible size. 0.29 is the deviation of rounding to
+// integers.
+float error_of_row(const float* x, int head_dim, float largest) {
+  __m256 squares = _mm256_setzero_ps();
+  for (int d = 0; d < head_dim; d += 8) {
+    const __m256 value = _mm256_loadu_ps(x + d);
+    squares = _mm256_fmadd_ps(value, value, squares);
+  }
+  const float norm = reduce(squares, [](__m128 a, __m128 b) { return _mm_add_ps(a, b); });
+  return 0.29F * (__builtin_sqrtf(norm) / kKeyLimit +
+                  0.5F * largest / kQueryLimit13 * __builtin_sqrtf(static_cast<float>(head_dim)));
 }
 
 // Rows of D values, D not a multiple of 16, copied with zeros behind them.
@@ -436,6 +634,80 @@ void pad_rows(const std::uint8_t** rows, int count, std::size_t bytes, std::size
     __builtin_memset(to + bytes, 0, padded_bytes - bytes);
     rows[i] = to;
   }
+}
+
+inline void ask_row(const float* row, int head_dim) {
+  for (int d = 0; d < head_dim; d += 16) {
+    _mm_prefetch(reinterpret_cast<const char*>(row + d), _MM_HINT_T0);
+  }
+}
+
+// Sums of int8 from the order of packed values to their own.
+void restore_order(float* sums, int num_rows, int padded) {
+  for (std::ptrdiff_t i = 0; i < static_cast<std::ptrdiff_t>(num_rows) * padded; i += 16) {
+    const __m256 first = _mm256_load_ps(sums + i);
+    const __m256 last = _mm256_load_ps(sums + i + 8);
+    _mm256_store_ps(sums + i, _mm256_permute2f128_ps(first, last, 0x20));
+    _mm256_store_ps(sums + i + 8, _mm256_permute2f128_ps(first, last, 0x31));
+  }
+}
+
+void pack_int8(const KvLayout& layout, const Tile& tile, TileRows& rows) {
+  const Buffers& b = *tile.buffers;
+  const int head_dim = layout.head_dim;
+  const auto bytes = static_cast<std::size_t>(head_dim);
+  const auto padded_bytes = static_cast<std::size_t>(tile.padded);
+  for (int first = 0; first < rows.count; first += kChunk) {
+    ChunkRows& half = rows.halves[first / kChunk];
+    const int count = rows.count - first < kChunk ? rows.count - first : kChunk;
+    const int padded_count = round_up(count, 16);
+    for (int g = 0; g < tile.num_groups; ++g) {
+      load_scales(RowsAnywhere{half.k}, count, head_dim, g, b.key_scales + g * kTileKeys + first);
+      load_scales(RowsAnywhere{half.v}, count, head_dim, g, b.value_factors + g * kTileKeys + first);
+    }
+    if (tile.padded != head_dim) {
+      pad_rows(half.k, count, bytes, padded_bytes, b.padded_rows);
+    }
+    pack_keys_int8(half.k, padded_count, tile.padded, b.keys + static_cast<std::ptrdiff_t>(first) * tile.padded);
+    if (tile.padded != head_dim) {
+      pad_rows(half.v, count, bytes, padded_bytes, b.padded_rows);
+    }
+    pack_values_int8(half.v, padded_count, tile.padded, tile.keys, b.values + first * 16);
+  }
+  for (int g = 0; g < tile.num_groups; ++g) {
+    b.value_scales[g] = normalise_scales(b.value_factors + g * kTileKeys, round_up(rows.count, 16));
+  }
+}
+
+// Returns the largest value of the keys, infinity when there is a NaN.
+float pack_raw16(const KvLayout& layout, Tile& tile, ChunkRows& rows, int count, float error_per_key) {
+  const Buffers& b = *tile.buffers;
+  const int padded_count = round_up(count, 16);
+  const std::size_t bytes = sizeof(std::uint16_t) * static_cast<std::size_t>(layout.head_dim);
+  const std::size_t padded_bytes = sizeof(std::uint16_t) * static_cast<std::size_t>(tile.padded);
+  if (tile.padded != layout.head_dim) {
+    pad_rows(rows.k, count, bytes, padded_bytes, b.padded_rows);
+  }
+  const float largest = scale_keys(rows.k, padded_count, tile.padded, b.key_scales);
+  tile.in_float = !(largest * error_per_key <= kMaxScoreError);
+  if (tile.in_float) {
+    pack_keys_float(rows.k, padded_count, tile.padded, reinterpret_cast<float*>(b.keys));
+  } else {
+    alignas(32) float inverse[kMaxGroups * kTileKeys];
+    for (int g = 0; g < tile.num_groups; ++g) {
+      for (int i = g * kTileKeys; i < g * kTileKeys + padded_count; i += 8) {
+        const __m256 scale = _mm256_load_ps(b.key_scales + i);
+        const __m256 nonzero = _mm256_cmp_ps(scale, _mm256_setzero_ps(), _CMP_NEQ_OQ);
+        _mm256_store_ps(inverse + i, _mm256_and_ps(_mm256_div_ps(_mm256_set1_ps(1.0F), scale), nonzero));
+      }
+    }
+    pack_keys_raw16(rows.k, padded_count, tile.padded, inverse, b.keys);
+  }
+  if (tile.padded != layout.head_dim) {
+    pad_rows(rows.v, count, bytes, padded_bytes, b.padded_rows);
+  }
+  pack_values_raw16(rows.v, padded_count, tile.padded, b.value_scales, b.values);
+  return largest;
 }
 
 }  // namespace
@@ -454,106 +726,93 @@ void attention_tile_avx2(const AttentionShape& shape, const AttentionItem& item,
   const int group = shape.num_heads / layout.num_kv_heads;
   const int num_rows = item.num_rows * group;
   const bool is_int8 = layout.codec == KvCodec::kInt8;
-  const std::size_t value_bytes = is_int8 ? 1 : 2;
   Scratch scratch(scratch_bytes);
   const Buffers b = divide(scratch, num_rows, padded);
 
-  Tile tile{padded, kv_num_groups(head_dim), is_int8, false, shape.softcap, &b};
+  // Twice as many keys halve what a chunk costs beside products; with larger heads packed keys would leave the cache.
+  const int keys = is_int8 && padded <= kKvGroup ? kTileKeys : kChunk;
+  Tile tile{padded, kv_num_groups(head_dim), keys, is_int8, false, shape.softcap, &b};
   const float to_log2 = shape.scale * kLog2E;
-  // The error of a score is at most about this times the largest value of K: rounding of K weighed by the row's norm,
-  // rounding of the row weighed by a norm of K of half its possible size. 0.29 is the deviation of rounding to
-  // integers.
+  TileRows located[2];
+  located[0].locate(layout, item, layer, item.key_begin, tile.keys);
+  RowsAhead first_ahead(located[0], layout.row_bytes, num_rows);
   float error_per_key = 0.0F;
+  const int limit = is_int8 ? kQueryLimit15 : kQueryLimit13;
   for (int row = 0; row < num_rows; ++row) {
+    first_ahead.ask();
+    ask_row(query_row(shape, item, rows, row + kRowsAhead < num_rows ? row + kRowsAhead : row), head_dim);
     Strip& strip = b.strips[row / kStripRows];
     if (row % kStripRows == 0) {
       reset(strip.state);
       _mm256_store_ps(strip.factor, _mm256_setzero_ps());
     }
-    const int limit = is_int8 ? kQueryLimit15 : kQueryLimit13;
-    float norm = 0.0F;
-    float largest = 0.0F;
-    const float scale = quantise_query(query_row(shape, item, rows, row), head_dim, padded, limit,
-                                       b.queries + static_cast<std::ptrdiff_t>(row) * padded, norm, largest);
+    const float* const query = query_row(shape, item, rows, row);
+    std::int16_t* const codes =
+        b.queries + (row / kStripRows * tile.num_groups * kStripRows + row % kStripRows) * kKvGroup;
+    const float scale = quantise_query(query, head_dim, padded, limit, codes);
     strip.factor[row % kStripRows] = scale * to_log2;
     b.positions[row] = item.positions[row / group];
-    const float error = 0.29F * shape.scale *
-                        (__builtin_sqrtf(norm) / kKeyLimit +
-                         0.5F * largest / kQueryLimit13 * __builtin_sqrtf(static_cast<float>(head_dim)));
-    error_per_key = error > error_per_key ? error : error_per_key;
+    if (!is_int8) {
+      const float error = shape.scale * error_of_row(query, head_dim, scale * static_cast<float>(limit));
+      error_per_key = error > error_per_key ? error : error_per_key;
+    }
   }
   __builtin_memset(b.sums, 0, sizeof(float) * static_cast<std::size_t>(num_rows) * static_cast<std::size_t>(padded));
   alignas(32) float float_factor[kLanes];
   _mm256_store_ps(float_factor, _mm256_set1_ps(to_log2));
   bool has_float_queries = false;
 
-  ChunkRows chunk_rows;
-  StripChunk chunk;
-  for (int begin = item.key_begin; begin < item.key_end; begin += kChunk) {
-    const int count = item.key_end - begin < kChunk ? item.key_end - begin : kChunk;
-    const int padded_count = round_up(count, 16);
-    locate_rows<false>(layout, item, layer, begin, begin + count, chunk_rows);
-    if (is_int8) {
-      for (int g = 0; g < tile.num_groups; ++g) {
-        load_scales(RowsAnywhere{chunk_rows.k}, count, head_dim, g, b.key_scales + g * kChunk);
-        load_scales(RowsAnywhere{chunk_rows.v}, count, head_dim, g, b.value_factors + g * kChunk);
-        const float undo = normalise_scales(b.value_factors + g * kChunk, padded_count);
-        for (int d = g * kKvGroup; d < padded && d < (g + 1) * kKvGroup; d += 8) {
-          _mm256_store_ps(b.value_scales + d, _mm256_set1_ps(undo));
-        }
-      }
+  const int num_strips = ceil_div(num_rows, kStripRows);
+  TileChunk chunk;
+  for (int begin = item.key_begin, turn = 0; begin < item.key_end; begin += tile.keys, turn ^= 1) {
+    TileRows& here = located[turn];
+    TileRows& next = located[turn ^ 1];
+    next.count = 0;
+    if (begin + tile.keys < item.key_end) {
+      next.locate(layout, item, layer, begin + tile.keys, tile.keys);
     }
-    if (padded != head_dim) {
-      pad_rows(chunk_rows.k, count, head_dim * value_bytes, padded * value_bytes, b.padded_rows);
-    }
+    RowsAhead ahead(next, layout.row_bytes, 2 * num_strips);
+    const int count = here.count;
     if (is_int8) {
-      pack_keys_int8(chunk_rows.k, padded_count, padded, b.keys);
+      pack_int8(layout, tile, here);
     } else {
-      const float largest = scale_keys(chunk_rows.k, padded_count, padded, b.key_scales);
-      tile.in_float = !(largest * error_per_key <= kMaxScoreError);
+      const float largest = pack_raw16(layout, tile, here.halves[0], count, error_per_key);
       // The integers that weights become cannot say that a key is no finite number; the factor of its chunk can.
       _mm256_store_ps(float_factor, _mm256_set1_ps(largest < __builtin_inff() ? to_log2 : __builtin_nanf("")));
-      if (tile.in_float) {
-        pack_keys_float(chunk_rows.k, padded_count, padded, reinterpret_cast<float*>(b.keys));
-      } else {
-        alignas(32) float inverse[kMaxGroups * kChunk];
-        for (int i = 0; i < tile.num_groups * kChunk; i += 8) {
-          const __m256 scale = _mm256_load_ps(b.key_scales + i);
-          const __m256 nonzero = _mm256_cmp_ps(scale, _mm256_setzero_ps(), _CMP_NEQ_OQ);
-          _mm256_store_ps(inverse + i, _mm256_and_ps(_mm256_div_ps(_mm256_set1_ps(1.0F), scale), nonzero));
+      if (tile.in_float && !has_float_queries) {
+        has_float_queries = true;
+        __builtin_memset(b.float_queries, 0, sizeof(float) * static_cast<std::size_t>(num_rows) * padded);
+        for (int row = 0; row < num_rows; ++row) {
+          __builtin_memcpy(b.float_queries + static_cast<std::ptrdiff_t>(row) * padded,
+                           query_row(shape, item, rows, row), sizeof(float) * static_cast<std::size_t>(head_dim));
         }
-        pack_keys_raw16(chunk_rows.k, padded_count, padded, inverse, b.keys);
       }
     }
-    if (padded != head_dim) {
-      pad_rows(chunk_rows.v, count, head_dim * value_bytes, padded * value_bytes, b.padded_rows);
-    }
-    if (is_int8) {
-      pack_values_int8(chunk_rows.v, padded_count, padded, b.values);
-    } else {
-      pack_values_raw16(chunk_rows.v, padded_count, padded, b.value_scales, b.values);
-    }
-    if (tile.in_float && !has_float_queries) {
-      has_float_queries = true;
-      __builtin_memset(b.float_queries, 0, sizeof(float) * static_cast<std::size_t>(num_rows) * padded);
-      for (int row = 0; row < num_rows; ++row) {
-        __builtin_memcpy(b.float_queries + static_cast<std::ptrdiff_t>(row) * padded, query_row(shape, item, rows, row),
-                         sizeof(float) * static_cast<std::size_t>(head_dim));
+    const auto rows_of = [&](int first) { return num_rows - first < kStripRows ? num_rows - first : kStripRows; };
+    for (int first = 0; first < num_rows; first += kStripRows) {
+      ahead.ask();
+      Strip& strip = b.strips[first / kStripRows];
+      const Seen seen = see(b.positions + first, rows_of(first), shape.window, begin, count, chunk);
+      strip.num_keys = seen.last > seen.first ? round_up(seen.last, 16) : 0;
+      if (strip.num_keys != 0) {
+        kStripKernels[rows_of(first)].weigh(tile, first, seen.masked || count % 16 != 0,
+                                            tile.in_float ? float_factor : strip.factor, strip, chunk);
       }
     }
     for (int first = 0; first < num_rows; first += kStripRows) {
-      const int count_rows = num_rows - first < kStripRows ? num_rows - first : kStripRows;
-      const Seen seen = see(b.positions + first, count_rows, shape.window, begin, count, chunk);
-      if (seen.last <= seen.first) {
-        continue;
+      ahead.ask();
+      const Strip& strip = b.strips[first / kStripRows];
+      if (strip.num_keys != 0) {
+        const StripKernels& kernels = kStripKernels[rows_of(first)];
+        (is_int8 ? kernels.add_int8 : kernels.add_raw16)(tile, first, strip);
       }
-      const int num_keys = round_up(seen.last, 16);
-      Strip& strip = b.strips[first / kStripRows];
-      kRunStrip[count_rows](tile, first, num_keys, seen.masked || count % 16 != 0,
-                            tile.in_float ? float_factor : strip.factor, strip.state, chunk);
     }
   }
+  if (is_int8) {
+    restore_order(b.sums, num_rows, padded);
+  }
   for (int row = 0; row < num_rows; ++row) {
+    ask_row(out_row(shape, item, rows, row + kRowsAhead < num_rows ? row + kRowsAhead : row), head_dim);
     const StripState& state = b.strips[row / kStripRows].state;
     write_row(shape, item, rows, row, b.sums + static_cast<std::ptrdiff_t>(row) * padded,
               state.maxima[row % kStripRows], state.weights[row % kStripRows]);
