@@ -44,8 +44,7 @@ _VECTORS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepScores:
+class StepScores(NamedTuple):
     """What a step says about the rows that were asked for."""
 
     logits: NDArray[np.float32]
@@ -198,12 +197,7 @@ class NativeDecoder:
             meanwhile=meanwhile,
             **self._blocks,
         )
-        return StepScores(
-            logits=self._logits,
-            best_logits=best_logits,
-            best_ids=best_ids,
-            damaged_rows=damaged_rows,
-        )
+        return StepScores(self._logits, best_logits, best_ids, damaged_rows)
 
     def _layer(self, index: int) -> dict[str, Any]:
         spec, prefix = self.spec.layers[index], f"layers.{index}."

@@ -64,6 +64,10 @@ class SampleFailure:
     """Whether the row has no finite numbers, which computing it again may mend."""
 
 
+_UNDRAWN = SampleFailure(message="[sampler] nothing was drawn from the row")
+"""Stands for the token of a row until that is drawn."""
+
+
 class Draw(NamedTuple):
     """Steps 6 to 10 for one row, whose temperature is not 0."""
 
@@ -118,10 +122,10 @@ def sample_rows(
         draw_all: Carries out the draws; default: ``draw_tokens``.
     """
     draw_all = draw_all or draw_tokens
-    outcomes: list[SampledToken | SampleFailure | None] = []
+    outcomes: list[SampledToken | SampleFailure] = []
     draws: list[Draw] = []  # those of rows as they are; adjusted rows are drawn from one at a time
     for index, spec in enumerate(specs):
-        outcome: SampledToken | SampleFailure | None = None
+        outcome: SampledToken | SampleFailure = _UNDRAWN
         # A NaN anywhere in a row is its maximum. -inf merely excludes a token, unless it is all there is.
         if not math.isfinite(best_logits[index]):
             outcome = SampleFailure(
@@ -139,7 +143,7 @@ def sample_rows(
     if draws:
         for draw, token_id in zip(draws, draw_all(rows, draws), strict=True):
             outcomes[draw.row] = _sampled(token_id, rows, draw.row, specs[draw.row])
-    return [outcome for outcome in outcomes if outcome is not None]
+    return outcomes
 
 
 def draw_tokens(rows: NDArray[np.float32], draws: list[Draw]) -> list[int]:
@@ -194,7 +198,7 @@ def _sampled(token_id: int, rows: NDArray[np.float32], row: int, spec: SampleSpe
     num_top = spec.params.logprobs
     # The row is taken out only where it is looked at: even that takes as long as all the rest.
     logprobs = None if num_top is None else _logprobs(rows[row], token_id, num_top)
-    return SampledToken(token_id=TokenId(token_id), logprobs=logprobs)
+    return SampledToken(TokenId(token_id), logprobs)
 
 
 def _add_bias(logits: NDArray[np.float32], params: SamplingParams) -> None:

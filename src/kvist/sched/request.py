@@ -92,6 +92,8 @@ class Request:
     """Prompt and output tokens so far."""
     num_prompt_tokens: int = field(init=False)
     """Tokens given by the client."""
+    needs_history: bool = field(init=False)
+    """``params.needs_history``, worked out once instead of for each token."""
     status: RequestStatus = field(init=False, default=RequestStatus.WAITING)
     arrival_index: int = field(init=False, default=-1)
     """Order of arrival, from 0; kept through preemption, so an old request stays old."""
@@ -139,6 +141,7 @@ class Request:
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens = len(self.prompt_token_ids)
+        self.needs_history = self.params.needs_history
 
     @property
     def num_output_tokens(self) -> int:

@@ -6,12 +6,12 @@ Responsible for the positions left in a step and who got them. Knows neither que
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvist.sched.output import StepPlan
+    from kvist.sched.output import ScheduledSequence, StepPlan
     from kvist.sched.request import Request
     from kvist.types import BlockCopy
 
@@ -61,11 +61,11 @@ class Step:
         return self._least_left
 
 
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """The plan that was handed out, with the requests its sequences belong to."""
+class InFlight(NamedTuple):
+    """The plan that was handed out."""
 
     plan: StepPlan
-    requests: tuple[Request, ...]
+    parts: Sequence[tuple[Request, ScheduledSequence]]
+    """Its sequences in order, each with the request that it belongs to."""
     num_batch_tokens: int
     started_ns: int

@@ -413,7 +413,7 @@ class TestFailedSequence:
         parts = make_parts()
         parts.core.add(group())
         run_plan = parts.runner.run
-        parts.runner.run = lambda plan, _: dataclasses.replace(run_plan(plan), samples={})
+        parts.runner.run = lambda plan, _: run_plan(plan)._replace(samples={})
         with pytest.raises(InvariantViolation, match="without samples"):
             parts.core.step()
         parts.core.close()
