@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvist.spec import ModelSpec
     from kvist.storage.arena import BlockArena
     from kvist.storage.slabs import SlabArena
+    from kvist.types import TokenId
 
 _PROJECTIONS = ("qkv", "output", "gate_up", "down")
 _MATRICES = ("queries", "keys", "values", "outputs")
@@ -51,7 +52,7 @@ class StepScores(NamedTuple):
     """(at least S, V); overwritten by the next step."""
     best_logits: list[float]
     """(S,) the largest logit of each row; NaN when any of the row is."""
-    best_ids: list[int]
+    best_ids: list[TokenId]
     """(S,) the first token that has it."""
     damaged_rows: list[int]
     """Rows of the step, of all T, that wrote a K or V value that is infinite or no number."""

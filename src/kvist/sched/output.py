@@ -38,6 +38,8 @@ class SampleSpec(NamedTuple):
     """Seed of this sequence. A draw depends on it and on output_index alone: batching and preemption change nothing."""
     output_index: int
     """Index of the output token being chosen, from 0."""
+    takes_best: bool = False
+    """``params.takes_best`` if whoever made this knows it already; False says nothing."""
     prompt_token_ids: tuple[TokenId, ...] = ()
     """The prompt; only filled in when params.needs_history."""
     output_token_ids: tuple[TokenId, ...] = ()

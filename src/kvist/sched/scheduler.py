@@ -543,9 +543,13 @@ class Scheduler:
 
     def _hand_out(self, step: Step, started_ns: int) -> StepPlan | None:
         """Return the plan, which is in flight then; None: there is no memory to write it down."""
+        sequences: list[ScheduledSequence] = []
+        parts: list[tuple[Request, ScheduledSequence]] = []
         try:
-            parts = [(r, self._sequence(r, num)) for r, num in step.num_scheduled.items()]
-            sequences = tuple([sequence for _, sequence in parts])
+            for request, num_tokens in step.num_scheduled.items():
+                sequence = self._sequence(request, num_tokens)
+                sequences.append(sequence)
+                parts.append((request, sequence))
         except MemoryError:
             step.has_failed_allocation = True
             self._keep_copies()
@@ -561,7 +565,7 @@ class Scheduler:
         self._num_scheduled_tokens += num_batch_tokens
         copies = () if self._is_mixed else (*self._undone_copies, *step.copies)
         memory_ops = self._manager.take_memory_ops() if self._is_mixed else ()
-        plan = StepPlan(self._num_steps, copies, sequences, memory_ops)
+        plan = StepPlan(self._num_steps, copies, tuple(sequences), memory_ops)
         self._undone_copies = ()
         self._num_steps += 1
         self._in_flight = InFlight(plan, parts, num_batch_tokens, started_ns)
@@ -598,18 +602,7 @@ class Scheduler:
             Commits blocks; releases those of finished requests.
         """
         in_flight = self._require_in_flight(plan)
-        missing = [
-            request.request_id
-            for request, sequence in in_flight.parts
-            if sequence.sample is not None
-            and request.request_id not in result.samples
-            and request.status is RequestStatus.RUNNING
-        ]
-        if result.step_index != plan.step_index or missing:
-            raise InvariantViolation(
-                f"[scheduler] expected the result of step {plan.step_index}, received that of {result.step_index} "
-                f"without samples for {missing}"
-            )
+        self._check_result(in_flight, result)
         self._in_flight = None
         duration_s = (self._clock() - in_flight.started_ns) / 1e9
         self._throughput.record(in_flight.num_batch_tokens, duration_s)
@@ -646,6 +639,19 @@ class Scheduler:
         if self._in_flight is None or self._in_flight.plan is not plan:
             raise InvariantViolation(f"[scheduler] step {plan.step_index} is not in flight")
         return self._in_flight
+
+    def _check_result(self, in_flight: InFlight, result: StepResult) -> None:
+        samples, missing = result.samples, None
+        for request, sequence in in_flight.parts:
+            if request.request_id in samples or sequence.sample is None or request.lease is None:
+                continue  # of one that runs no more nothing is needed
+            missing = [*(missing or ()), request.request_id]
+        step_index = in_flight.plan.step_index
+        if result.step_index != step_index or missing:
+            raise InvariantViolation(
+                f"[scheduler] expected the result of step {step_index}, received that of {result.step_index} "
+                f"without samples for {missing or []}"
+            )
 
     def _keep_copies(self) -> None:
         """Note the copies that running requests wait for, whose step has failed or was not handed out (inv. 4)."""
@@ -783,7 +789,11 @@ class Scheduler:
 def _sample_spec(request: Request) -> SampleSpec:
     params, output_index = request.params, request.num_tokens - request.num_prompt_tokens
     if not request.needs_history:
-        return SampleSpec(params, request.seed, output_index)
+        return SampleSpec(params, request.seed, output_index, request.takes_best)
     return SampleSpec(
-        params, request.seed, output_index, request.prompt_token_ids, request.output_token_ids
+        params,
+        request.seed,
+        output_index,
+        prompt_token_ids=request.prompt_token_ids,
+        output_token_ids=request.output_token_ids,
     )
