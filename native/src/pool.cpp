@@ -1,7 +1,6 @@
 #include "kvist/pool.h"
 
 #include <algorithm>
-#include <thread>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
