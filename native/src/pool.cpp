@@ -11,6 +11,10 @@ namespace {
 
 // About 20 microseconds of pauses: longer than a phase of a decode step is late by, far shorter than a time slice.
 constexpr int kSpins = 600;
+// After a run, half a millisecond: while anything is generated the next run is nearer than that, and to fall asleep and be
+// woken takes the caller and the thread longer than to wait. Whoever needs the core gets it every few microseconds.
+constexpr int kSpinsBetween = 15000;
+constexpr int kSpinsBetweenYields = 100;
 // After a thread was woken for nothing: what preparing a run takes after `wake`, on slow days.
 constexpr int kSpinsAwake = 6000;
 
@@ -148,7 +152,12 @@ void Pool::serve(int index) {
   std::uint32_t seen = 0;  // even: what `run_` is until something begins
   while (true) {
     // The run before that number may still be open: this thread has been in it.
-    wait_until(run_, [&](std::uint32_t now) { return now != seen && now != seen - 1; });
+    const auto has_begun = [&](std::uint32_t now) { return now != seen && now != seen - 1; };
+    for (int spins = 0; seen != 0 && spins < kSpinsBetween && !spin(run_, has_begun, kSpinsBetweenYields);
+         spins += kSpinsBetweenYields) {
+      std::this_thread::yield();
+    }
+    wait_until(run_, has_begun);
     if (stopping_.load(std::memory_order_acquire)) {
       return;
     }

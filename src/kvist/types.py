@@ -158,6 +158,16 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
         )
 
+    @property
+    def takes_best(self) -> bool:
+        """Whether the most likely token is taken by the logits as they are, and nothing else is asked for."""
+        return (
+            self.is_greedy
+            and self.logprobs is None
+            and not self.logit_bias
+            and not self.needs_history
+        )
+
 
 def _check(is_valid: object, name: str, value: object, expected: str) -> None:
     if not is_valid:

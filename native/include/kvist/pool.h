@@ -6,7 +6,8 @@
 // a time slice lost in one of them would hold all threads up.
 //
 // Waiting spins for a bounded time, because the next phase is microseconds away, and then sleeps, because on a shared core
-// the thread waited for may need the very core that the waiting one burns.
+// the thread waited for may need the very core that the waiting one burns. Between two runs it spins for longer, and lets
+// whoever needs the core have it.
 #pragma once
 
 #include <atomic>

@@ -169,6 +169,8 @@ class CacheManager:
         self._forks: list[Node] = []
         # Leases that hold what was found to be wrong, until somebody asks.
         self._distrusted: list[PrefixLease] = []
+        self.has_distrusted = False
+        """Whether ``take_distrusted`` has something to return; only read by others."""
         # Weak: a lease that its owner forgot must be collected to be noticed.
         self._leases: weakref.WeakSet[PrefixLease] = weakref.WeakSet()
 
@@ -642,17 +644,14 @@ class CacheManager:
         taken = self._detach(nodes, MissReason.VERIFICATION_FAILED)
         self._counters.num_invalidated_blocks += taken.num_dropped + taken.num_detached
         self._distrusted += taken.leases
+        self.has_distrusted = bool(self._distrusted)
         return taken
-
-    @property
-    def has_distrusted(self) -> bool:
-        """Whether ``take_distrusted`` has something to return."""
-        return bool(self._distrusted)
 
     def take_distrusted(self) -> list[PrefixLease]:
         """Return the live leases that hold what was invalidated since the last call."""
         taken = [lease for lease in self._distrusted if not lease.is_released]
         self._distrusted.clear()
+        self.has_distrusted = False
         return taken
 
     def forget(self, nodes: Sequence[Node]) -> Invalidation:
@@ -1103,13 +1102,15 @@ class CacheManager:
 
     def _publish_head(self, lease: PrefixLease, chain: TokenChain, tokens: bytes) -> None:
         """Offer the computed tokens of block num_sealed for copying."""
-        if lease.open_node is None:
+        node = lease.open_node
+        if node is None:
             parent = lease.tip or self._tree.root(chain.namespace)
-            lease.open_node = self._tree.open(parent, lease.blocks[lease.num_sealed], tokens)
-        elif lease.open_node.tokens != tokens:
-            self._tree.grow(lease.open_node, tokens)
-        if not lease.open_node.is_only_child:
-            self._drop_superseded_by(lease.open_node)
+            node = self._tree.open(parent, lease.blocks[lease.num_sealed], tokens)
+            lease.open_node = node
+        elif node.tokens != tokens:
+            self._tree.grow(node, tokens)
+        if not node.is_only_child:
+            self._drop_superseded_by(node)
 
     def _drop_superseded_by(self, node: Node) -> None:
         """Drop the head that a released lease left behind, if a node begins with it."""

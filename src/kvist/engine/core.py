@@ -208,7 +208,9 @@ class EngineCore:
         # What nobody has taken: outputs, and after those the updates that are to become some.
         self._outputs: list[OutputChunk | RequestFailure] = []
         self._updates: Sequence[RequestUpdate] = ()
-        self._note_step: Callable[[], None] | None = None
+        # Of the latest step, for the metrics, once it is settled: times of its begin and of the ends of plan, run and
+        # apply, and the parts of run for choosing tokens and for memory.
+        self._step_ns: tuple[tuple[int, int, int, int], int, int] | None = None
         self._num_steps = 0
         self._num_steps_checked = 0
         self._num_failed_runs = 0
@@ -320,7 +322,7 @@ class EngineCore:
             planned_ns = self._clock()
             self._num_steps += 1
             result = self._run(plan, meanwhile)
-            if self._note_step is not None:  # nobody has taken the outputs meanwhile
+            if self._step_ns is not None:  # nobody has taken the outputs meanwhile
                 self._settle()
             if not isinstance(result, StepResult):
                 self._outputs += result
@@ -333,9 +335,7 @@ class EngineCore:
                 self._outputs += self._fail_sequences(result)
             self._updates = self._scheduler.apply(plan, result)
             stamps_ns = (begin_ns, planned_ns, ran_ns, self._clock())
-            self._note_step = partial(
-                self._metrics.step, stamps_ns, result.sample_ns, result.memory_ns
-            )
+            self._step_ns = (stamps_ns, result.sample_ns, result.memory_ns)
             if self._guards is not None:
                 self._guards.run_under_load()
         finally:
@@ -352,9 +352,9 @@ class EngineCore:
         updates, self._updates = self._updates, ()
         for update in updates:
             self._outputs.append(self._chunk(update))
-        if self._note_step is not None:
-            self._note_step()
-            self._note_step = None
+        if self._step_ns is not None:
+            self._metrics.step(*self._step_ns)
+            self._step_ns = None
 
     def _run(
         self, plan: StepPlan, meanwhile: Callable[[], None] | None

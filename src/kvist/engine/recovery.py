@@ -17,7 +17,6 @@ Everybody else of the step goes on.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from typing import TYPE_CHECKING
 
@@ -96,7 +95,7 @@ class Recovery:
             self._recompute(request)
             del failed[request_id]
         self.distrust_holders()
-        return dataclasses.replace(result, failed=failed)
+        return result._replace(failed=failed)
 
     def distrust_holders(self) -> None:
         """Compute requests again that hold what was invalidated since the last call, each once at most."""

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvist.spec import ModelSpec
     from kvist.storage.arena import BlockArena
     from kvist.storage.slabs import SlabArena
+    from kvist.types import TokenId
 
 _PROJECTIONS = ("qkv", "output", "gate_up", "down")
 _MATRICES = ("queries", "keys", "values", "outputs")
@@ -44,15 +45,14 @@ _VECTORS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepScores:
+class StepScores(NamedTuple):
     """What a step says about the rows that were asked for."""
 
     logits: NDArray[np.float32]
     """(at least S, V); overwritten by the next step."""
     best_logits: list[float]
     """(S,) the largest logit of each row; NaN when any of the row is."""
-    best_ids: list[int]
+    best_ids: list[TokenId]
     """(S,) the first token that has it."""
     damaged_rows: list[int]
     """Rows of the step, of all T, that wrote a K or V value that is infinite or no number."""
@@ -107,7 +107,8 @@ class NativeDecoder:
         # The arena of the last step, and what the kernels are told of it: asking torch for its bytes takes a tenth of a
         # millisecond each time, right after the kernels have pushed everything else out of the processor's caches.
         self._arena: BlockArena | SlabArena | None = None
-        self._blocks: dict[str, Any] = {}
+        self._blocks: tuple[Any, str, int] = (None, "", 0)
+        self._block_tables: tuple[Any, Any, Any] = (None, None, None)
         self._model = native.extension().Model(
             shape={
                 "hidden": spec.hidden_size,
@@ -183,27 +184,25 @@ class NativeDecoder:
             self._logits = np.empty((num_logits, self.spec.vocab_size), np.float32)
         if arena is not self._arena:
             self._arena = arena
-            self._blocks = {
-                "arena": arena.slab.numpy(),
-                "codec": arena.kv_spec.codec,
-                "block_size": arena.kv_spec.block_size,
-                "offsets": arena.offsets,
-                "codecs": arena.codecs,
-                "transforms": arena.transforms,
-            }
+            kv_spec = arena.kv_spec
+            self._blocks = (arena.slab.numpy(), kv_spec.codec, kv_spec.block_size)
+            self._block_tables = (arena.offsets, arena.codecs, arena.transforms)
+        # Without names: binding ten arguments by name takes longer than what is done with them.
+        slab, codec, block_size = self._blocks
+        offsets, codecs, transforms = self._block_tables
         best_logits, best_ids, damaged_rows = self._model.step(
-            pool=self.pool,
-            sequences=sequences,
-            logits=self._logits,
-            meanwhile=meanwhile,
-            **self._blocks,
+            self.pool,
+            slab,
+            codec,
+            block_size,
+            sequences,
+            self._logits,
+            offsets,
+            codecs,
+            transforms,
+            meanwhile,
         )
-        return StepScores(
-            logits=self._logits,
-            best_logits=best_logits,
-            best_ids=best_ids,
-            damaged_rows=damaged_rows,
-        )
+        return StepScores(self._logits, best_logits, best_ids, damaged_rows)
 
     def _layer(self, index: int) -> dict[str, Any]:
         spec, prefix = self.spec.layers[index], f"layers.{index}."

@@ -109,24 +109,18 @@ class NativeRunner:
         failed: dict[RequestId, str] = {}
         if scores.damaged_rows:
             failed = damage_messages(plan.sequences, scores.damaged_rows)
-        damaged = set(failed)
-        for sequence, outcome in zip(sampled, outcomes, strict=True):
-            if sequence.request_id in failed:
+        damaged = frozenset(failed)
+        for index, outcome in enumerate(outcomes):
+            request_id = sampled[index].request_id
+            if request_id in failed:
                 continue
             if isinstance(outcome, SampleFailure):
-                failed[sequence.request_id] = f"{outcome.message} (request {sequence.request_id})"
+                failed[request_id] = f"{outcome.message} (request {request_id})"
                 if outcome.is_damage:
-                    damaged.add(sequence.request_id)
+                    damaged |= {request_id}
             else:
-                samples[sequence.request_id] = outcome
-        return StepResult(
-            step_index=plan.step_index,
-            samples=samples,
-            failed=failed,
-            damaged=frozenset(damaged),
-            sample_ns=sample_ns,
-            memory_ns=memory_ns,
-        )
+                samples[request_id] = outcome
+        return StepResult(plan.step_index, samples, failed, damaged, sample_ns, memory_ns)
 
     def change_memory(self, ops: Sequence[MemoryOp | BlockCopy]) -> None:
         """Carry out what happens to the memory of blocks between two steps, in order.

@@ -50,6 +50,7 @@ _MAX_LOGIT = np.float32(1e30)
 _MIN_TEMPERATURE = 1e-30
 """Float32 divides by nothing smaller without a NaN; already at this one all but the most likely token have weight 0."""
 
+_INFINITY = math.inf
 _MAX_TOP_K = 2**31 - 1
 """More tokens than any vocabulary has."""
 
@@ -62,6 +63,10 @@ class SampleFailure:
     """In the form of an error message."""
     is_damage: bool = False
     """Whether the row has no finite numbers, which computing it again may mend."""
+
+
+_UNDRAWN = SampleFailure(message="[sampler] nothing was drawn from the row")
+"""Stands for the token of a row until that is drawn."""
 
 
 class Draw(NamedTuple):
@@ -104,7 +109,7 @@ def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[SampledTok
 def sample_rows(
     rows: NDArray[np.float32],
     best_logits: Sequence[float],
-    best_ids: Sequence[int],
+    best_ids: Sequence[TokenId],
     specs: Sequence[SampleSpec],
     draw_all: DrawTokens | None = None,
 ) -> list[SampledToken | SampleFailure]:
@@ -117,29 +122,33 @@ def sample_rows(
         specs: One per row.
         draw_all: Carries out the draws; default: ``draw_tokens``.
     """
-    draw_all = draw_all or draw_tokens
-    outcomes: list[SampledToken | SampleFailure | None] = []
+    outcomes: list[SampledToken | SampleFailure] = []
     draws: list[Draw] = []  # those of rows as they are; adjusted rows are drawn from one at a time
-    for index, spec in enumerate(specs):
-        outcome: SampledToken | SampleFailure | None = None
+    for spec in specs:
+        outcome: SampledToken | SampleFailure = _UNDRAWN
+        index = len(outcomes)
+        best_logit = best_logits[index]
         # A NaN anywhere in a row is its maximum. -inf merely excludes a token, unless it is all there is.
-        if not math.isfinite(best_logits[index]):
+        if not -_INFINITY < best_logit < _INFINITY:
             outcome = SampleFailure(
                 message="[sampler] expected finite logits, received "
-                f"{best_logits[index]} as the largest of a row; the weights or the KV blocks are damaged",
+                f"{best_logit} as the largest of a row; the weights or the KV blocks are damaged",
                 is_damage=True,
             )
+        elif spec.takes_best:
+            outcome = SampledToken(best_ids[index])
         elif spec.params.logit_bias or spec.params.needs_history:  # its logits are changed
-            outcome = _sample_adjusted(rows[index], spec, draw_all)
+            outcome = _sample_adjusted(rows[index], spec, draw_all or draw_tokens)
         elif spec.params.is_greedy:
             outcome = _sampled(best_ids[index], rows, index, spec)
         else:
-            draws.append(_draw_of(index, best_logits[index], spec))
+            draws.append(_draw_of(index, best_logit, spec))
         outcomes.append(outcome)
     if draws:
+        draw_all = draw_all or draw_tokens
         for draw, token_id in zip(draws, draw_all(rows, draws), strict=True):
             outcomes[draw.row] = _sampled(token_id, rows, draw.row, specs[draw.row])
-    return [outcome for outcome in outcomes if outcome is not None]
+    return outcomes
 
 
 def draw_tokens(rows: NDArray[np.float32], draws: list[Draw]) -> list[int]:
@@ -194,7 +203,7 @@ def _sampled(token_id: int, rows: NDArray[np.float32], row: int, spec: SampleSpe
     num_top = spec.params.logprobs
     # The row is taken out only where it is looked at: even that takes as long as all the rest.
     logprobs = None if num_top is None else _logprobs(rows[row], token_id, num_top)
-    return SampledToken(token_id=TokenId(token_id), logprobs=logprobs)
+    return SampledToken(TokenId(token_id), logprobs)
 
 
 def _add_bias(logits: NDArray[np.float32], params: SamplingParams) -> None:

@@ -2,12 +2,15 @@
 
 Responsible for the frozen values that the scheduler hands to the runner and gets back. The runner keeps no state per
 request: everything it needs is in the plan. Knows no tensors and no policy.
+
+Tuples with names and not frozen dataclasses: each step makes a few for each sequence, at a moment when the kernels have
+left nothing of Python in the processor's caches, and a frozen dataclass then costs twice as long.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvist.types import BlockCopy, MemoryOp
 
@@ -27,8 +30,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleSpec:
+class SampleSpec(NamedTuple):
     """How to choose the next token of one sequence."""
 
     params: SamplingParams
@@ -36,14 +38,15 @@ class SampleSpec:
     """Seed of this sequence. A draw depends on it and on output_index alone: batching and preemption change nothing."""
     output_index: int
     """Index of the output token being chosen, from 0."""
+    takes_best: bool = False
+    """``params.takes_best`` if whoever made this knows it already; False says nothing."""
     prompt_token_ids: tuple[TokenId, ...] = ()
     """The prompt; only filled in when params.needs_history."""
     output_token_ids: tuple[TokenId, ...] = ()
     """Output so far; only filled in when params.needs_history."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """The part of one sequence that a step computes.
 
     Positions ``[start, start + len(token_ids))`` are computed; ``[0, start)`` are in the blocks already.
@@ -65,8 +68,7 @@ class ScheduledSequence:
         return self.start + len(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """Everything one step does. The runner needs nothing else."""
 
     step_index: int
@@ -84,8 +86,7 @@ class StepPlan:
         return sum(len(sequence.token_ids) for sequence in self.sequences)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """The token chosen for one sequence."""
 
     token_id: TokenId
@@ -93,14 +94,13 @@ class SampledToken:
     """Set when the sequence's params asked for log-probabilities."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What the runner gives back for one plan."""
 
     step_index: int
     samples: Mapping[RequestId, SampledToken]
     """One entry for each scheduled sequence with ``sample`` set, except those in ``failed``."""
-    failed: Mapping[RequestId, str] = field(default_factory=dict)
+    failed: Mapping[RequestId, str] = MappingProxyType({})
     """Sequences whose next token could not be chosen, each with the reason as an error message; the others go on.
     Their blocks may hold NaN: they must not be published."""
     damaged: frozenset[RequestId] = frozenset()

@@ -6,7 +6,7 @@ Responsible for the frozen values that leave it, beside plans (``output``). Know
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvist.types import MissReason, MissReport, MissSpan
 
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from kvist.types import FinishReason, RequestId, TokenId, TokenLogprobs, Usage
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestUpdate:
+class RequestUpdate(NamedTuple):
     """What one step, or a call to ``finish``, changed for one request."""
 
     request_id: RequestId

@@ -92,6 +92,10 @@ class Request:
     """Prompt and output tokens so far."""
     num_prompt_tokens: int = field(init=False)
     """Tokens given by the client."""
+    needs_history: bool = field(init=False)
+    """``params.needs_history``, worked out once instead of for each token."""
+    takes_best: bool = field(init=False)
+    """``params.takes_best``, likewise."""
     status: RequestStatus = field(init=False, default=RequestStatus.WAITING)
     arrival_index: int = field(init=False, default=-1)
     """Order of arrival, from 0; kept through preemption, so an old request stays old."""
@@ -139,6 +143,8 @@ class Request:
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens = len(self.prompt_token_ids)
+        self.needs_history = self.params.needs_history
+        self.takes_best = self.params.takes_best
 
     @property
     def num_output_tokens(self) -> int:

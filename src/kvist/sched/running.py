@@ -21,7 +21,7 @@ class Running:
     Complexity: O(running) moves of pointers and O(log running) comparisons; there are at most ``max_running``.
     """
 
-    __slots__ = ("_arrivals", "_awake_arrivals", "awake", "requests")
+    __slots__ = ("_arrivals", "_awake_arrivals", "awake", "num_asleep", "requests")
 
     def __init__(self) -> None:
         # Arrival indices of the two lists below: bisect with a key would call it for each comparison.
@@ -31,14 +31,11 @@ class Running:
         """By arrival, oldest first."""
         self.awake: list[Request] = []
         """Those of them that do not sleep, in the same order."""
+        self.num_asleep = 0
+        """Requests that sleep."""
 
     def __len__(self) -> int:
         return len(self.requests)
-
-    @property
-    def num_asleep(self) -> int:
-        """Requests that sleep."""
-        return len(self.requests) - len(self.awake)
 
     def add(self, request: Request) -> None:
         """Add a request, awake."""
@@ -53,12 +50,14 @@ class Running:
     def sleep(self, request: Request, on_wake: Callable[[], None]) -> None:
         """Leave a request out of ``awake`` until ``wake``."""
         request.on_wake = on_wake
+        self.num_asleep += 1
         _discard(self.awake, self._awake_arrivals, request)
 
     def wake(self, request: Request) -> None:
         """Put a sleeping request back and let it catch up."""
         on_wake, request.on_wake = request.on_wake, None
         assert on_wake is not None
+        self.num_asleep -= 1
         _insert(self.awake, self._awake_arrivals, request)
         on_wake()
 

@@ -282,6 +282,8 @@ class Scheduler:
         for request in self._deadlines.take_expired(self._clock()):
             self._num_timeouts += 1
             self._end(request, FinishReason.TIMEOUT)
+        if not self._ended:
+            return ()
         ended, self._ended = tuple(self._ended), []
         return ended
 
@@ -410,14 +412,17 @@ class Scheduler:
                 f"[scheduler] step {self._in_flight.plan.step_index} must be applied before the next is planned"
             )
         started_ns = self._clock()
-        step = Step(budget=max(0, self._step_limit - self._running.num_asleep))
-        self._look_at_cache(step)
+        step = Step(max(0, self._step_limit - self._running.num_asleep))
+        has_waiting = bool(self._waiting)
+        if has_waiting:
+            self._look_at_cache(step)
         has_prompts = self._plan_next_tokens(step)
         if has_prompts:
             self._plan_prompts_begun(step)
         if step.has_preempted:
             self._retry_paused(step)
-        self._admission.plan(step)
+        if has_waiting or step.has_preempted:
+            self._admission.plan(step)
         # Whoever was given nothing so far found the step full, or pauses.
         if step.has_partial or step.has_preempted:
             self._plan_rest(step)
@@ -442,9 +447,14 @@ class Scheduler:
 
     def _plan_next_tokens(self, step: Step) -> bool:
         """Give a position to those that lack one; return whether any request lacks more."""
-        awake = self._running.awake
-        lacking = [r for r in awake if r.num_uncomputed_tokens == 1]
-        has_prompts = len(lacking) < len(awake)
+        lacking = []
+        has_prompts = False
+        for request in self._running.awake:
+            # ``num_uncomputed_tokens`` of one that is awake.
+            if request.num_tokens - request.num_computed_tokens == 1:
+                lacking.append(request)
+            else:
+                has_prompts = True
         for request in lacking:
             if step.budget == 0:
                 break
@@ -485,10 +495,11 @@ class Scheduler:
 
     def _compute(self, request: Request, num_tokens: int, step: Step) -> bool:
         """Schedule so many positions more of a running request; False when it gets no block for them in this step."""
-        if request.status is not RequestStatus.RUNNING:
+        lease = request.lease
+        if lease is None:
             return False  # preempted a moment ago
         position = request.num_computed_tokens + step.num_scheduled.get(request, 0) + num_tokens
-        num_covered = len(lease_of(request).block_table) * self._manager.block_size
+        num_covered = len(lease.block_table) * self._manager.block_size
         if position > num_covered and not self._make_room(request, position, step):
             return False
         step.schedule(request, num_tokens)
@@ -532,10 +543,13 @@ class Scheduler:
 
     def _hand_out(self, step: Step, started_ns: int) -> StepPlan | None:
         """Return the plan, which is in flight then; None: there is no memory to write it down."""
+        sequences: list[ScheduledSequence] = []
+        parts: list[tuple[Request, ScheduledSequence]] = []
         try:
-            sequences = tuple(
-                [self._sequence(request, num) for request, num in step.num_scheduled.items()]
-            )
+            for request, num_tokens in step.num_scheduled.items():
+                sequence = self._sequence(request, num_tokens)
+                sequences.append(sequence)
+                parts.append((request, sequence))
         except MemoryError:
             step.has_failed_allocation = True
             self._keep_copies()
@@ -549,30 +563,25 @@ class Scheduler:
                 request.num_recomputed_tokens += num_repeated
                 self._num_recomputed_tokens += num_repeated
         self._num_scheduled_tokens += num_batch_tokens
-        requests = tuple(step.num_scheduled)
-        plan = StepPlan(
-            step_index=self._num_steps,
-            copies=() if self._is_mixed else (*self._undone_copies, *step.copies),
-            memory_ops=self._manager.take_memory_ops() if self._is_mixed else (),
-            sequences=sequences,
-        )
+        copies = () if self._is_mixed else (*self._undone_copies, *step.copies)
+        memory_ops = self._manager.take_memory_ops() if self._is_mixed else ()
+        plan = StepPlan(self._num_steps, copies, tuple(sequences), memory_ops)
         self._undone_copies = ()
         self._num_steps += 1
-        self._in_flight = InFlight(plan, requests, num_batch_tokens, started_ns)
+        self._in_flight = InFlight(plan, parts, num_batch_tokens, started_ns)
         return plan
 
     def _sequence(self, request: Request, num_tokens: int) -> ScheduledSequence:
         start = request.num_computed_tokens
         end = start + num_tokens
         is_complete = end == request.num_tokens
+        sample = _sample_spec(request) if is_complete and request.params.max_tokens != 0 else None
         return ScheduledSequence(
-            request_id=request.request_id,
-            start=start,
-            token_ids=tuple(request.token_ids[start:end]),
-            block_table=tuple(lease_of(request).block_table),
-            sample=_sample_spec(request)
-            if is_complete and request.params.max_tokens != 0
-            else None,
+            request.request_id,
+            start,
+            tuple(request.token_ids[start:end]),
+            tuple(lease_of(request).block_table),
+            sample,
         )
 
     # ---- apply ---------------------------------------------------------------------------------------------------
@@ -593,18 +602,7 @@ class Scheduler:
             Commits blocks; releases those of finished requests.
         """
         in_flight = self._require_in_flight(plan)
-        missing = [
-            request.request_id
-            for request, sequence in zip(in_flight.requests, plan.sequences, strict=True)
-            if sequence.sample is not None
-            and request.request_id not in result.samples
-            and request.status is RequestStatus.RUNNING
-        ]
-        if result.step_index != plan.step_index or missing:
-            raise InvariantViolation(
-                f"[scheduler] expected the result of step {plan.step_index}, received that of {result.step_index} "
-                f"without samples for {missing}"
-            )
+        self._check_result(in_flight, result)
         self._in_flight = None
         duration_s = (self._clock() - in_flight.started_ns) / 1e9
         self._throughput.record(in_flight.num_batch_tokens, duration_s)
@@ -612,7 +610,7 @@ class Scheduler:
             longer = self._step_limit + max(1, self._step_limit // 8)
             self._step_limit = min(longer, self._max_batch_tokens)
         updates = []
-        for request, sequence in zip(in_flight.requests, plan.sequences, strict=True):
+        for request, sequence in in_flight.parts:
             update = self._apply_sequence(request, sequence, result)
             if update is not None:
                 updates.append(update)
@@ -642,6 +640,19 @@ class Scheduler:
             raise InvariantViolation(f"[scheduler] step {plan.step_index} is not in flight")
         return self._in_flight
 
+    def _check_result(self, in_flight: InFlight, result: StepResult) -> None:
+        samples, missing = result.samples, None
+        for request, sequence in in_flight.parts:
+            if request.request_id in samples or sequence.sample is None or request.lease is None:
+                continue  # of one that runs no more nothing is needed
+            missing = [*(missing or ()), request.request_id]
+        step_index = in_flight.plan.step_index
+        if result.step_index != step_index or missing:
+            raise InvariantViolation(
+                f"[scheduler] expected the result of step {step_index}, received that of {result.step_index} "
+                f"without samples for {missing or []}"
+            )
+
     def _keep_copies(self) -> None:
         """Note the copies that running requests wait for, whose step has failed or was not handed out (inv. 4)."""
         leases = map(lease_of, self._running.requests)
@@ -650,15 +661,17 @@ class Scheduler:
     def _apply_sequence(
         self, request: Request, sequence: ScheduledSequence, result: StepResult
     ) -> RequestUpdate | None:
-        start, end = sequence.start, sequence.context_len
-        request.num_positions_computed += end - start
+        start, num_tokens = sequence.start, len(sequence.token_ids)
+        end = start + num_tokens
+        request.num_positions_computed += num_tokens
         request.num_computed_before = max(request.num_computed_before, end)
-        if request.status is not RequestStatus.RUNNING:
+        lease = request.lease
+        if lease is None:  # it runs no more
             self._num_dropped_results += 1
             return None
         request.num_computed_tokens = end
         if self._keep_kv:
-            self._manager.commit(lease_of(request), request.chain, end)
+            self._manager.commit(lease, request.chain, end)
             if request.keep is not None and end >= request.num_prompt_tokens:
                 self._keeper.keep(request)
             size = self._manager.block_size
@@ -686,13 +699,16 @@ class Scheduler:
         finish_reason = self._finish_reason(request, token_id)
         if finish_reason is not None:
             self._leave(request)
+        logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
+        if finish_reason is None:
+            return RequestUpdate(request.request_id, (token_id,), logprobs)
         return RequestUpdate(
             request_id=request.request_id,
             token_ids=(token_id,),
-            logprobs=() if sampled.logprobs is None else (sampled.logprobs,),
+            logprobs=logprobs,
             finish_reason=finish_reason,
             stop_token_id=token_id if token_id in request.params.stop_token_ids else None,
-            usage=None if finish_reason is None else request.usage(),
+            usage=request.usage(),
         )
 
     def _finish_reason(self, request: Request, token_id: TokenId) -> FinishReason | None:
@@ -771,11 +787,13 @@ class Scheduler:
 
 
 def _sample_spec(request: Request) -> SampleSpec:
-    has_history = request.params.needs_history
+    params, output_index = request.params, request.num_tokens - request.num_prompt_tokens
+    if not request.needs_history:
+        return SampleSpec(params, request.seed, output_index, request.takes_best)
     return SampleSpec(
-        params=request.params,
-        seed=request.seed,
-        output_index=request.num_output_tokens,
-        prompt_token_ids=request.prompt_token_ids if has_history else (),
-        output_token_ids=request.output_token_ids if has_history else (),
+        params,
+        request.seed,
+        output_index,
+        prompt_token_ids=request.prompt_token_ids,
+        output_token_ids=request.output_token_ids,
     )

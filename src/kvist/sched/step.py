@@ -5,34 +5,49 @@ Responsible for the positions left in a step and who got them. Knows neither que
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvist.sched.output import StepPlan
+    from kvist.sched.output import ScheduledSequence, StepPlan
     from kvist.sched.request import Request
     from kvist.types import BlockCopy
 
 
-@dataclass(slots=True)
 class Step:
-    """A plan in the making."""
+    """A plan in the making.
 
-    budget: int
-    """Token positions left."""
-    copies: list[BlockCopy] = field(default_factory=list)
-    num_scheduled: dict[Request, int] = field(default_factory=dict)
-    paused: set[Request] = field(default_factory=set)
-    """Running requests that cannot have a block now."""
-    has_partial: bool = False
-    """Whether somebody was given less than it lacks, while there may be positions left."""
-    has_failed_allocation: bool = False
-    has_preempted: bool = False
-    _least_left: int | None = None
-    """What ``least_left`` returned, as long as that is true."""
-    _is_least_known: bool = False
+    Args:
+        budget: Token positions left.
+    """
+
+    __slots__ = (
+        "_is_least_known",
+        "_least_left",
+        "budget",
+        "copies",
+        "has_failed_allocation",
+        "has_partial",
+        "has_preempted",
+        "num_scheduled",
+        "paused",
+    )
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        """Token positions left."""
+        self.copies: list[BlockCopy] = []
+        self.num_scheduled: dict[Request, int] = {}
+        self.paused: set[Request] = set()
+        """Running requests that cannot have a block now."""
+        self.has_partial = False
+        """Whether somebody was given less than it lacks, while there may be positions left."""
+        self.has_failed_allocation = False
+        self.has_preempted = False
+        self._least_left: int | None = None
+        """What ``least_left`` returned, as long as that is true."""
+        self._is_least_known = False
 
     def schedule(self, request: Request, num_tokens: int) -> None:
         """Give a request so many positions more."""
@@ -61,11 +76,11 @@ class Step:
         return self._least_left
 
 
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """The plan that was handed out, with the requests its sequences belong to."""
+class InFlight(NamedTuple):
+    """The plan that was handed out."""
 
     plan: StepPlan
-    requests: tuple[Request, ...]
+    parts: Sequence[tuple[Request, ScheduledSequence]]
+    """Its sequences in order, each with the request that it belongs to."""
     num_batch_tokens: int
     started_ns: int

@@ -142,7 +142,7 @@ def test_refuses_results_of_another_step_and_missing_samples() -> None:
     plan = trace.scheduler.plan()
     result = trace.runner.run(plan)
     with pytest.raises(InvariantViolation, match="not in flight"):
-        trace.scheduler.apply(dataclasses.replace(plan), result)
+        trace.scheduler.apply(plan._replace(), result)
     with pytest.raises(InvariantViolation, match="result of step 0, received that of 7"):
         trace.scheduler.apply(plan, StepResult(step_index=7, samples=result.samples))
     with pytest.raises(InvariantViolation, match=r"without samples for \['a'\]"):
@@ -498,15 +498,13 @@ def test_every_running_request_gets_a_position_in_every_step_but_for_recomputati
 
 
 def without_copies(plan: StepPlan) -> StepPlan:
-    return dataclasses.replace(plan, copies=())
+    return plan._replace(copies=())
 
 
 def with_the_first_blocks_swapped(plan: StepPlan) -> StepPlan:
     first, *others = plan.sequences
     a, b, *rest = first.block_table
-    return dataclasses.replace(
-        plan, sequences=(dataclasses.replace(first, block_table=(b, a, *rest)), *others)
-    )
+    return plan._replace(sequences=(first._replace(block_table=(b, a, *rest)), *others))
 
 
 @pytest.mark.parametrize("spoil", [without_copies, with_the_first_blocks_swapped])
