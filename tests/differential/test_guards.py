@@ -5,7 +5,6 @@ On a tiny random model, on both planes and in every codec of each.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 
 import pytest
@@ -245,8 +244,8 @@ def test_numbers_that_stay_wrong_fail_the_request_and_no_other(decoders, kind, c
         result = run(plan, meanwhile)
         names = frozenset(s.request_id for s in plan.sequences if s.request_id == "bad")
         samples = {k: v for k, v in result.samples.items() if k not in names}
-        return dataclasses.replace(
-            result, samples=samples, failed=dict.fromkeys(names, "no number"), damaged=names
+        return result._replace(
+            samples=samples, failed=dict.fromkeys(names, "no number"), damaged=names
         )
 
     core._runner.run = broken

@@ -101,6 +101,8 @@ class SimulatedRequest(Request):
     def __post_init__(self) -> None:
         self.token_ids = _UNSEEN
         self.num_tokens = self.num_prompt_tokens = len(self.prompt_token_ids)
+        self.needs_history = self.params.needs_history
+        self.takes_best = self.params.takes_best
 
     def append_many(self, num_tokens: int) -> None:
         """Add so many output tokens at once."""
