@@ -7,6 +7,7 @@
 //   raw16    float32: 2 instructions widen 16 values into even and odd ones, which the sums keep apart to the end
 //   int8     vpmaddwd: the row quantised to 15 bits against the codes, D products in D / 16 instructions; the weights
 //            times V's scales in 15 bits, against pairs of keys
+//
 // KV heads of an item take turns chunk by chunk: theirs lie side by side in a block, and blocks are far apart.
 //
 // Memory: every line of K and V once, the next chunk's asked for as this one is worked on. At D = 64 and 3 rows a key

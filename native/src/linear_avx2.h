@@ -8,7 +8,8 @@
 // 16 registers there are. Each tile widens the packed weights in registers again: those instructions start where the
 // multiplications leave room, and a widened copy would cost the first-level cache twice the space or more. With several
 // tiles K is cut, so that one cut of a panel stays in that cache while all tiles of a block of rows use it; the
-// accumulators of a tile are kept in scratch (`sums`) between two cuts.
+// accumulators of a tile are kept in scratch (`sums`) between two cuts. Up to 3 rows wait for memory alone: they read
+// several panels side by side (`stream_panels`).
 #pragma once
 
 #include <cstring>
