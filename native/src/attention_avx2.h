@@ -283,39 +283,43 @@ inline void apply_softcap(Chunk& chunk, int num_rows, int num_vectors, const flo
   }
 }
 
+// Which of the places [8 * i, 8 * i + 8) row r sees, as a mask.
+template <typename Chunk>
+[[gnu::always_inline]] inline __m256 seen_places(const Chunk& chunk, int r, int i) {
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i place = _mm256_add_epi32(lane, _mm256_set1_epi32(8 * i));
+  return _mm256_castsi256_ps(_mm256_andnot_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(chunk.first_key[r]), place),
+                                                 _mm256_cmpgt_epi32(_mm256_set1_epi32(chunk.last_key[r]), place)));
+}
+
+// Lane r: the largest score that row r sees. Chunks are multiples of 16 keys: two vectors at a time.
+template <bool kMasked, typename Chunk>
+[[gnu::always_inline]] inline __m256 largest_scores(const Chunk& chunk, int num_rows, int num_vectors) {
+  __m256 row_vectors[kLanes];
+  unroll<kLanes>([&](auto r) __attribute__((always_inline)) { row_vectors[r()] = _mm256_set1_ps(kNoScore); });
+  for (int r = 0; r < num_rows; ++r) {
+    __m256 largest[2] = {_mm256_set1_ps(kNoScore), _mm256_set1_ps(kNoScore)};
+    for (int i = 0; i < num_vectors; i += 2) {
+      unroll<2>([&](auto j) __attribute__((always_inline)) {
+        __m256 score = _mm256_load_ps(chunk.scores[r] + 8 * (i + j()));
+        if constexpr (kMasked) {
+          score = _mm256_blendv_ps(_mm256_set1_ps(kNoScore), score, seen_places(chunk, r, i + j()));
+        }
+        largest[j()] = _mm256_max_ps(largest[j()], score);
+      });
+    }
+    row_vectors[r] = _mm256_max_ps(largest[0], largest[1]);
+  }
+  return max_of_each(row_vectors);
+}
+
 // Turns the scores of a chunk into weights and updates the state. `factor` (lane per row, >= 0) brings scores to units
 // of log2(e). About 20 instructions per 8 scores.
 template <Weights kWeights, bool kMasked>
 [[gnu::noinline]] void softmax_chunk(StripState& state, StripChunk& chunk, int num_rows, int num_vectors,
                                      const float* factor, const float* value_factors, int num_groups) {
-  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  const auto seen = [&](int r, int i) {
-    const __m256i place = _mm256_add_epi32(lane, _mm256_set1_epi32(8 * i));
-    return _mm256_castsi256_ps(_mm256_andnot_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(chunk.first_key[r]), place),
-                                                   _mm256_cmpgt_epi32(_mm256_set1_epi32(chunk.last_key[r]), place)));
-  };
   __m256 row_vectors[kLanes];
-  for (int r = 0; r < kLanes; ++r) {
-    row_vectors[r] = _mm256_set1_ps(kNoScore);
-  }
-  // Chunks are multiples of 16 keys: two vectors at a time.
-  for (int r = 0; r < num_rows; ++r) {
-    __m256 largest[2] = {_mm256_set1_ps(kNoScore), _mm256_set1_ps(kNoScore)};
-    const auto look = [&](int i) __attribute__((always_inline)) {
-      unroll<2>([&](auto j) __attribute__((always_inline)) {
-        __m256 score = _mm256_load_ps(chunk.scores[r] + 8 * (i + j()));
-        if constexpr (kMasked) {
-          score = _mm256_blendv_ps(_mm256_set1_ps(kNoScore), score, seen(r, i + j()));
-        }
-        largest[j()] = _mm256_max_ps(largest[j()], score);
-      });
-    };
-    for (int i = 0; i < num_vectors; i += 2) {
-      look(i);
-    }
-    row_vectors[r] = _mm256_max_ps(largest[0], largest[1]);
-  }
-  const __m256 chunk_max = _mm256_mul_ps(max_of_each(row_vectors), _mm256_load_ps(factor));
+  const __m256 chunk_max = _mm256_mul_ps(largest_scores<kMasked>(chunk, num_rows, num_vectors), _mm256_load_ps(factor));
   const __m256 old_max = _mm256_load_ps(state.maxima);
   const __m256 new_max = _mm256_max_ps(old_max, chunk_max);
   const __m256 old_factor = exp2_ps<5>(_mm256_sub_ps(old_max, new_max));
@@ -338,7 +342,7 @@ template <Weights kWeights, bool kMasked>
     const auto weight = [&](int i) __attribute__((always_inline)) {
       __m256 p = exp2_ps<kDegree>(_mm256_fmsub_ps(_mm256_load_ps(chunk.scores[r] + 8 * i), scale, subtract));
       if constexpr (kMasked) {
-        p = _mm256_and_ps(p, seen(r, i));
+        p = _mm256_and_ps(p, seen_places(chunk, r, i));
       }
       return p;
     };

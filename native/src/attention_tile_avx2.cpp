@@ -402,28 +402,8 @@ void score_strip(const Tile& tile, int first_row, int num_keys, TileChunk& chunk
 template <bool kIsInt8, bool kMasked>
 [[gnu::noinline]] void softmax_strip(Strip& strip, TileChunk& chunk, std::int16_t* weights, int num_rows,
                                      int num_vectors, const float* factor, const float* value_factors, int num_groups) {
-  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  const auto seen = [&](int r, int i) {
-    const __m256i place = _mm256_add_epi32(lane, _mm256_set1_epi32(8 * i));
-    return _mm256_castsi256_ps(_mm256_andnot_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(chunk.first_key[r]), place),
-                                                   _mm256_cmpgt_epi32(_mm256_set1_epi32(chunk.last_key[r]), place)));
-  };
   __m256 row_vectors[kLanes];
-  unroll<kLanes>([&](auto r) __attribute__((always_inline)) { row_vectors[r()] = _mm256_set1_ps(kNoScore); });
-  for (int r = 0; r < num_rows; ++r) {
-    __m256 largest[2] = {_mm256_set1_ps(kNoScore), _mm256_set1_ps(kNoScore)};
-    for (int i = 0; i < num_vectors; i += 2) {
-      unroll<2>([&](auto j) __attribute__((always_inline)) {
-        __m256 score = _mm256_load_ps(chunk.scores[r] + 8 * (i + j()));
-        if constexpr (kMasked) {
-          score = _mm256_blendv_ps(_mm256_set1_ps(kNoScore), score, seen(r, i + j()));
-        }
-        largest[j()] = _mm256_max_ps(largest[j()], score);
-      });
-    }
-    row_vectors[r] = _mm256_max_ps(largest[0], largest[1]);
-  }
-  const __m256 chunk_max = _mm256_mul_ps(max_of_each(row_vectors), _mm256_load_ps(factor));
+  const __m256 chunk_max = _mm256_mul_ps(largest_scores<kMasked>(chunk, num_rows, num_vectors), _mm256_load_ps(factor));
   const __m256 old_max = _mm256_load_ps(strip.state.maxima);
   const __m256 new_max = _mm256_max_ps(old_max, chunk_max);
   alignas(32) float reference[kLanes];
@@ -445,7 +425,7 @@ template <bool kIsInt8, bool kMasked>
     const auto weight = [&](int i) __attribute__((always_inline)) {
       __m256 p = exp2_ps<4>(_mm256_fmsub_ps(_mm256_load_ps(chunk.scores[r] + 8 * i), scale, subtract));
       if constexpr (kMasked) {
-        p = _mm256_and_ps(p, seen(r, i));
+        p = _mm256_and_ps(p, seen_places(chunk, r, i));
       }
       return p;
     };

@@ -194,6 +194,24 @@ void expand(const std::uint8_t* packed, int groups, std::uint8_t* out) {
   }
 }
 
+// The end of a span of inputs: scales row I's sums of products and adds them to `to`, and the minima once in a group.
+template <int kGroup, typename Weights, bool kIsLast, int I, typename Rows>
+KVIST_INLINE void add_span(const Rows& x, const std::uint8_t* weights, __m256i low, __m256i high, float* to) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  const __m256 scale = _mm256_castsi256_ps(broadcast_row<I, kGroup>(x));
+  const __m256 first = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_madd_epi16(low, ones)), scale);
+  const __m256 second = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_madd_epi16(high, ones)), scale);
+  __m256 sum0 = _mm256_fmadd_ps(first, Weights::meta(weights, 0), _mm256_load_ps(to));
+  __m256 sum1 = _mm256_fmadd_ps(second, Weights::meta(weights, 1), _mm256_load_ps(to + 8));
+  if constexpr (kIsLast) {
+    const __m256 all = _mm256_castsi256_ps(broadcast_row<I, kGroup + 4>(x));
+    sum0 = _mm256_fmadd_ps(all, Weights::meta(weights, 2), sum0);
+    sum1 = _mm256_fmadd_ps(all, Weights::meta(weights, 3), sum1);
+  }
+  _mm256_store_ps(to, sum0);
+  _mm256_store_ps(to + 8, sum1);
+}
+
 // Adds `groups` groups of kGroup inputs of R rows to sums[R][16], or sets them.
 template <int R, int kGroup, typename Weights>
 [[gnu::noinline]] void tile(const TileRows& rows, const std::uint8_t* weights, int groups,
@@ -225,20 +243,9 @@ template <int R, int kGroup, typename Weights>
           }
         });
       });
-      const __m256i ones = _mm256_set1_epi16(1);
+      constexpr bool kIsLast = span == kGroup / kSpan - 1;
       unroll<R>([&](auto i) KVIST_LAMBDA {
-        const __m256 scale = _mm256_castsi256_ps(broadcast_row<i, kGroup>(x));
-        const __m256 first = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_madd_epi16(low[i], ones)), scale);
-        const __m256 second = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_madd_epi16(high[i], ones)), scale);
-        __m256 sum0 = _mm256_fmadd_ps(first, Weights::meta(weights, 0), _mm256_load_ps(sums + kPanel * i));
-        __m256 sum1 = _mm256_fmadd_ps(second, Weights::meta(weights, 1), _mm256_load_ps(sums + kPanel * i + 8));
-        if constexpr (span == kGroup / kSpan - 1) {
-          const __m256 all = _mm256_castsi256_ps(broadcast_row<i, kGroup + 4>(x));
-          sum0 = _mm256_fmadd_ps(all, Weights::meta(weights, 2), sum0);
-          sum1 = _mm256_fmadd_ps(all, Weights::meta(weights, 3), sum1);
-        }
-        _mm256_store_ps(sums + kPanel * i, sum0);
-        _mm256_store_ps(sums + kPanel * i + 8, sum1);
+        add_span<kGroup, Weights, kIsLast, i>(x, weights, low[i], high[i], sums + kPanel * i);
       });
     });
     x.advance(row_unit_bytes(kGroup));
@@ -291,22 +298,11 @@ template <int R, int P, int kGroup>
           });
         });
       });
-      const __m256i ones = _mm256_set1_epi16(1);
+      constexpr bool kIsLast = span == kGroup / kSpan - 1;
       unroll<P>([&](auto p) KVIST_LAMBDA {
         unroll<R>([&](auto i) KVIST_LAMBDA {
           float* const to = sums + kPanel * (p * R + i);
-          const __m256 scale = _mm256_castsi256_ps(broadcast_row<i, kGroup>(x));
-          const __m256 first = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_madd_epi16(low[p][i], ones)), scale);
-          const __m256 second = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_madd_epi16(high[p][i], ones)), scale);
-          __m256 sum0 = _mm256_fmadd_ps(first, Weights::meta(weights[p], 0), _mm256_load_ps(to));
-          __m256 sum1 = _mm256_fmadd_ps(second, Weights::meta(weights[p], 1), _mm256_load_ps(to + 8));
-          if constexpr (span == kGroup / kSpan - 1) {
-            const __m256 all = _mm256_castsi256_ps(broadcast_row<i, kGroup + 4>(x));
-            sum0 = _mm256_fmadd_ps(all, Weights::meta(weights[p], 2), sum0);
-            sum1 = _mm256_fmadd_ps(all, Weights::meta(weights[p], 3), sum1);
-          }
-          _mm256_store_ps(to, sum0);
-          _mm256_store_ps(to + 8, sum1);
+          add_span<kGroup, Weights, kIsLast, i>(x, weights[p], low[p][i], high[p][i], to);
         });
       });
     });
